@@ -1,0 +1,46 @@
+# Every target sets up .venv itself. torch comes first and pinned: a plain `torch` would bring CUDA.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench compat clean
+
+demo: $(VENV)/.demo
+	$(BIN)/coinrag demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.demo
+	$(BIN)/coinrag bench ttft
+	$(BIN)/python benchmarks/bench_build.py
+	$(BIN)/python benchmarks/bench_compose.py
+
+# The same engine tests on the newest transformers, in an environment of its own.
+compat:
+	$(PYTHON) -m venv $(VENV)-compat
+	$(VENV)-compat/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)-compat/bin/python -m pip install --quiet -e . 'transformers==5.24.0' pytest pytest-timeout pytest-asyncio hypothesis
+	$(VENV)-compat/bin/python -m pytest tests/engine
+
+clean:
+	rm -rf $(VENV) $(VENV)-compat .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/.demo

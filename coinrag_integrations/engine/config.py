@@ -1,0 +1,46 @@
+"""The engine's options: frozen, and checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coinrag_integrations.engine.chunking import CHUNK_TOKENS
+from coinrag_integrations.engine.composer import OnMiss
+from coinrag_integrations.engine.encoder import Context
+from coinrag_integrations.engine.kernels import Implementation
+from coinrag_integrations.engine.prompt import PromptTemplate
+from coinrag_integrations.errors import ConfigError
+
+Coverage = Literal["nuggets", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How chunks are encoded and prefixes composed.
+
+    `context` "alone" encodes chunks without the prompt, so they serve any prompt; "after_prompt"
+    lets them see its head, which then is part of the fingerprint. `coverage` "nuggets" stores only
+    the tokens of nuggets, "all" stores every token. `max_entries` bounds a prefix (None: the
+    model's window does). `on_miss` says what happens when a span's KV is missing or corrupt.
+    """
+
+    chunk_tokens: int = CHUNK_TOKENS
+    context: Context = "alone"
+    coverage: Coverage = "nuggets"
+    on_miss: OnMiss = "recompute"
+    max_entries: int | None = None
+    batch_tokens: int = 2048
+    kernels: Implementation = "auto"
+    prompt: PromptTemplate = field(default_factory=PromptTemplate)
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names; sizes are checked where they are used."""
+        for name, value, known in (
+            ("context", self.context, ("alone", "after_prompt")),
+            ("coverage", self.coverage, ("nuggets", "all")),
+            ("on_miss", self.on_miss, ("recompute", "raise")),
+            ("kernels", self.kernels, ("auto", "torch", "triton")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}: use one of {', '.join(known)}")

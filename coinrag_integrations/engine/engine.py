@@ -1,0 +1,233 @@
+"""The engine: owns a model, a store and a composer, and answers from spans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from coinrag_integrations.engine import gate
+from coinrag_integrations.engine.answer import Answer, AnswerStream
+from coinrag_integrations.engine.chunking import chunk_document
+from coinrag_integrations.engine.composer import Composer
+from coinrag_integrations.engine.config import EngineConfig
+from coinrag_integrations.engine.encoder import batches, encode
+from coinrag_integrations.engine.fingerprint import Fingerprint
+from coinrag_integrations.engine.generation import GenerationConfig, check_room
+from coinrag_integrations.engine.kernels import choose_kernels
+from coinrag_integrations.engine.layout import dtype_name
+from coinrag_integrations.engine.model import LoadedModel
+from coinrag_integrations.engine.plan import PrefixPlan, merge, plan_prefix
+from coinrag_integrations.engine.prefix import Prefix, empty_kv
+from coinrag_integrations.engine.prompt import build_prompt
+from coinrag_integrations.engine.store import Catalog, KVStore
+from coinrag_integrations.engine.timings import Stopwatch
+from coinrag_integrations.errors import ChunkNotFoundError, StoreError
+from coinrag_integrations.types import Chunk, ChunkId, Document, Span, SpanRef
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Encodes chunks into a store and answers questions from spans of them.
+
+    Not tied to any database or framework: spans come as `SpanRef`s, best first.
+    """
+
+    def __init__(
+        self, model: LoadedModel, folder: str | Path, config: EngineConfig | None = None
+    ) -> None:
+        """Open the store in `folder` (created if needed) for `model`.
+
+        Raises:
+            UnsupportedModelError: the model does not pass the correctness gate.
+            FingerprintMismatchError: the store was built differently.
+            StoreError: the folder cannot be used.
+        """
+        self.model = model
+        self.config = config or EngineConfig()
+        self.kernels = choose_kernels(self.config.kernels, model.device)
+        self.gate = gate.check(model, self.kernels.place)
+        self.prompt = build_prompt(model.tokenizer, self.config.prompt)
+        # The head's entries before RoPE, [P, L, 2, H, D] on the CPU: every prefix begins with them.
+        self._head = encode(model, [self.prompt.head])[0].cpu().contiguous()
+        folder = Path(folder)
+        self.store = KVStore(folder / "kv", model.layout, self.fingerprint)
+        self.catalog = Catalog(folder / "catalog.sqlite")
+        self._composer = Composer(
+            layout=model.layout,
+            rope=model.rope,
+            kernels=self.kernels,
+            device=model.device,
+            store=self.store,
+        )
+        logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Everything that the bytes of this engine's chunks depend on."""
+        layout, after = self.model.layout, self.config.context == "after_prompt"
+        return Fingerprint(
+            weights=self.model.weights,
+            tokenizer=self.model.tokenizer.digest,
+            rope=self.model.rope.digest,
+            layout=f"{layout.n_layers}x2x{layout.n_kv_heads}x{layout.head_dim}",
+            dtype=dtype_name(layout.dtype),
+            context=f"after_prompt:{self.prompt.digest}" if after else "alone",
+        )
+
+    # -- encoding ------------------------------------------------------------------------------
+
+    def chunk(self, document: Document) -> tuple[Chunk, ...]:
+        """Cut a document into chunks by the model's own tokenizer."""
+        return chunk_document(document, self.model.tokenizer, self.config.chunk_tokens)
+
+    def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Each chunk with its kv [T, L, 2, H, D], a batch at a time, chunks of like length together.
+
+        Raises:
+            BudgetError: a chunk does not fit the model's window.
+        """
+        by_length = sorted(chunks, key=len, reverse=True)  # little padding in any batch
+        for run in batches(map(len, by_length), self.config.batch_tokens):
+            batch = [by_length[i] for i in run]
+            ids = [chunk.token_ids for chunk in batch]
+            yield from zip(batch, encode(self.model, ids, self._behind), strict=True)
+
+    def store_chunk(self, chunk: Chunk, kv: torch.Tensor) -> None:
+        """Write what the coverage asks for of a chunk's kv [T, L, 2, H, D]."""
+        self.store.put(chunk.chunk_id, kv, self.covered(chunk))
+
+    def covered(self, chunk: Chunk) -> list[Span]:
+        """The token ranges to store: the nuggets' union, or everything if there are none."""
+        if self.config.coverage == "all" or not chunk.nuggets:
+            return [Span(0, len(chunk))] if len(chunk) else []
+        return merge([nugget.span for nugget in chunk.nuggets])
+
+    def is_stored(self, chunk: Chunk) -> bool:
+        """Whether the store holds, readable, every token that the coverage asks for."""
+        try:
+            stored = self.store.header(chunk.chunk_id).ranges
+        except StoreError:
+            return False
+        wanted = self.covered(chunk)
+        return all(any(a.start <= b.start and b.stop <= a.stop for a in stored) for b in wanted)
+
+    # -- answering -----------------------------------------------------------------------------
+
+    def plan(self, refs: Sequence[SpanRef]) -> PrefixPlan:
+        """Where the prompt's entries and the spans' will lie.
+
+        Raises:
+            BudgetError: more entries than the budget or the model's window allows.
+        """
+        budget = self.config.max_entries
+        return plan_prefix(
+            refs,
+            n_prompt=len(self.prompt.head),
+            max_entries=self.model.window if budget is None else min(budget, self.model.window),
+        )
+
+    def compose(
+        self, refs: Sequence[SpanRef], watch: Stopwatch | None = None, *, room: int = 0
+    ) -> tuple[Prefix, tuple[SpanRef, ...]]:
+        """The prefix of the prompt's head and these spans, and the spans recomputed on the way."""
+        watch = watch or Stopwatch(self.model.device)
+        return self._compose(self.plan(refs), watch, room)
+
+    def answer(
+        self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
+    ) -> Answer:
+        """Answer from cached spans, best first. Only the question's tokens are computed."""
+        stream = self.stream(question, refs, generation)
+        for _ in stream:
+            pass
+        return stream.answer
+
+    def stream(
+        self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
+    ) -> AnswerStream:
+        """Like `answer`, a piece of text at a time.
+
+        Raises:
+            BudgetError: spans, question and answer do not fit.
+        """
+        generation = generation or GenerationConfig()
+        watch = Stopwatch(self.model.device)
+        online = self.prompt.tail(question)
+        plan = self.plan(refs)
+        check_room(self.model, plan.n_entries, len(online), generation.max_new_tokens)
+        prefix, recomputed = self._compose(plan, watch, len(online) + generation.max_new_tokens)
+        return AnswerStream(self.model, prefix, online, generation, watch, recomputed)
+
+    def stream_full(
+        self,
+        question: str,
+        chunk_ids: Sequence[ChunkId],
+        generation: GenerationConfig | None = None,
+    ) -> AnswerStream:
+        """Answer by prefilling prompt, chunks and question anew: the baseline, no cache at all.
+
+        Raises:
+            ChunkNotFoundError: a chunk is not in the catalog.
+            BudgetError: the model's window is too small.
+        """
+        generation = generation or GenerationConfig()
+        context = [i for chunk_id in chunk_ids for i in self.catalog.chunk(chunk_id).token_ids]
+        watch = Stopwatch(self.model.device)
+        online = (*self.prompt.head, *context, *self.prompt.tail(question))
+        check_room(self.model, 0, len(online), generation.max_new_tokens)
+        rows = len(online) + generation.max_new_tokens
+        plan = PrefixPlan(n_prompt=0, segments=(), n_entries=0, length=0)
+        kv = empty_kv(self.model.layout, rows, self.model.device)
+        prefix = Prefix(kv=kv, n_entries=0, plan=plan)
+        return AnswerStream(self.model, prefix, online, generation, watch, ())
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the store and the catalog; the model stays."""
+        self.store.close()
+        self.catalog.close()
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    @cached_property
+    def _behind(self) -> torch.Tensor | None:
+        """What chunks see while they are encoded: the placed head, or nothing."""
+        if self.config.context == "alone":
+            return None
+        head = self._head.to(self.model.device)
+        placed = empty_kv(self.model.layout, len(head), self.model.device)
+        angles = self.model.rope.angles(range(len(head)), self.model.device)
+        self.kernels.place(head, *angles, placed, 0)
+        return placed
+
+    def _compose(
+        self, plan: PrefixPlan, watch: Stopwatch, room: int
+    ) -> tuple[Prefix, tuple[SpanRef, ...]]:
+        recompute = self._recompute if self.config.on_miss == "recompute" else None
+        return self._composer.compose(plan, self._head, watch, room=room, recompute=recompute)
+
+    def _recompute(self, chunk_id: ChunkId, error: StoreError) -> torch.Tensor:
+        """Encode a chunk again from its stored tokens; mend its file unless it is in order."""
+        chunk = self.catalog.chunk(chunk_id)
+        kv = encode(self.model, [chunk.token_ids], self._behind)[0]
+        if isinstance(error, ChunkNotFoundError) and self.is_stored(chunk):
+            return kv  # the file holds what the coverage asks for; this span is outside of it
+        logger.warning("encoded chunk %s again: %s", chunk_id, error)
+        try:
+            self.store_chunk(chunk, kv)
+        except StoreError as refusal:
+            logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
+        return kv

@@ -1,0 +1,64 @@
+"""What the bytes of a cached chunk depend on, as one comparable value. Reads no files.
+
+Digests are SHA-256 over canonical JSON, so they are the same in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+def canonical_digest(value: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of `value` as JSON with sorted keys and no spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Everything that changes the bytes of a cached chunk.
+
+    `weights`, `tokenizer` and `rope` are hashes; `layout` spells layers, heads and head dimension;
+    `context` is "alone", or "after_prompt:" and the hash of the prompt's token ids.
+    """
+
+    weights: str
+    tokenizer: str
+    rope: str
+    layout: str
+    dtype: str
+    context: str
+    codec: str = "none"
+    extractor: str = "none"
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all fields, in hex."""
+        return canonical_digest(asdict(self))
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """The names of the fields that differ, in order of declaration."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Fingerprint:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing or unknown.
+        """
+        names = {f.name for f in fields(cls)}
+        if set(value) != names:
+            raise ValueError(f"fingerprint has fields {sorted(value)}, expected {sorted(names)}")
+        return cls(**value)

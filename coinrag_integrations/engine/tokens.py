@@ -1,0 +1,83 @@
+"""Text to token ids with exact character ranges. Knows tokenizers, not models.
+
+Two ways of reading text never mix: `encode` treats it as somebody's words, so a typed `<|im_end|>`
+stays eleven ordinary characters; `encode_template` lets control tokens through, for our own prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from coinrag_integrations.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Token ids of a text, and the character range of every token."""
+
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+
+
+class TextTokenizer:
+    """A frozen copy of a tokenizer: no padding, no truncation, safe to share between threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Copy the fast tokenizer behind `tokenizer`.
+
+        Raises:
+            UnsupportedModelError: there is none, so character ranges are not to be had.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            raise UnsupportedModelError(
+                f"{type(tokenizer).__name__} gives no character ranges: convert it to a fast "
+                "tokenizer (tokenizer.json)"
+            )
+        self.hf = tokenizer
+        definition = tokenizer.backend_tokenizer.to_str()
+        self._words = _frozen(definition, encode_special_tokens=True)
+        self._template = _frozen(definition, encode_special_tokens=False)
+        self.digest = hashlib.sha256(self._template.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> Encoding:
+        """Tokens of somebody's words; control tokens are read as ordinary text."""
+        encoding = self._words.encode(text, add_special_tokens=False)
+        return Encoding(tuple(encoding.ids), tuple(encoding.offsets))
+
+    def encode_template(self, text: str) -> tuple[int, ...]:
+        """Token ids of our own prompt text, control tokens included."""
+        return tuple(self._template.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        """The text of generated tokens, without control tokens."""
+        return self._template.decode(list(ids), skip_special_tokens=True)
+
+    def decode_stream(self) -> TokenStream:
+        """A decoder for one growing answer."""
+        return TokenStream(self._template)
+
+
+class TokenStream:
+    """Turns generated tokens into text as they come, never half a character."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Start an empty answer."""
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes, perhaps none."""
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+
+def _frozen(definition: str, *, encode_special_tokens: bool) -> tokenizers.Tokenizer:
+    copy = tokenizers.Tokenizer.from_str(definition)
+    copy.no_padding()
+    copy.no_truncation()
+    copy.encode_special_tokens = encode_special_tokens
+    return copy

@@ -1,0 +1,91 @@
+"""Chroma as we use it: how to reach it, and its errors and limits translated once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from coinrag_integrations.errors import ConfigError, SpanIndexError
+from coinrag_integrations.types import Metadata, Scalar
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+
+T = TypeVar("T")
+
+
+def open_client(where: str | Path | None) -> ClientAPI:
+    """A Chroma client: None for memory, `http://host:port` for a server, else a folder.
+
+    Without telemetry. One process at a time may write to a folder; a server serves many.
+
+    Raises:
+        SpanIndexError: the server does not answer, or the folder cannot be opened.
+        ConfigError: the address is not one.
+    """
+    import chromadb
+    from chromadb.config import Settings
+
+    settings = Settings(anonymized_telemetry=False)
+    if where is None:
+        return chromadb.EphemeralClient(settings)
+    if not str(where).startswith(("http://", "https://")):
+        with guard(f"open Chroma in {where}"):
+            return chromadb.PersistentClient(str(where), settings)
+    try:
+        url = urlsplit(str(where))
+        host, port = url.hostname, url.port
+    except ValueError:  # a port that is no number, or out of range
+        host, port = None, None
+    if not host:
+        raise ConfigError(f"{where!r} is no address of a Chroma server: use http://host:port")
+    secure = url.scheme == "https"
+    port = port or (443 if secure else 8000)
+    with guard(f"reach the Chroma server {where}; is it running (chroma run --port {port})?"):
+        return chromadb.HttpClient(host, port, ssl=secure, settings=settings)
+
+
+@contextmanager
+def guard(action: str) -> Iterator[None]:
+    """Translate whatever Chroma raises in the block into `SpanIndexError`."""
+    import httpx
+    from chromadb.errors import ChromaError
+
+    try:
+        yield
+    except (ChromaError, httpx.HTTPError, ValueError, TypeError, OSError, RuntimeError) as error:
+        raise SpanIndexError(f"cannot {action} ({type(error).__name__}: {error})") from error
+
+
+def pages(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """`items` in runs of at most `size`: Chroma refuses larger ones."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def clean_metadata(metadata: Metadata | dict[str, Any]) -> dict[str, Scalar]:
+    """What Chroma can hold of `metadata`: None is left out.
+
+    Raises:
+        SpanIndexError: a value that would be refused, or silently lost (NaN, infinity, nested).
+    """
+    clean: dict[str, Scalar] = {}
+    for key, value in metadata.items():
+        if value is None:
+            continue
+        # Larger integers would come back as floats, NaN and infinity would vanish.
+        kept = isinstance(value, str) or (
+            isinstance(value, int | float)
+            and abs(value) < (2**63 if isinstance(value, int) else inf)
+        )
+        if not kept:
+            raise SpanIndexError(
+                f"metadata {key!r} is {value!r}: only text, booleans and finite numbers of 64 bits "
+                "can be kept"
+            )
+        clean[key] = value
+    return clean

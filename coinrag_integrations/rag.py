@@ -1,0 +1,278 @@
+"""The object most programs need: a store of documents that can be added to and asked.
+
+    with CoinRAG.open("store", model="demo") as rag:
+        rag.add(read_documents(["docs/"]))
+        print(rag.ask("Who built the tidal organ?").text)
+
+It joins an engine, an index and a nugget proposer, and remembers in the store how it was built.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+from uuid import uuid4
+
+from coinrag_integrations.engine import (
+    Answer,
+    AnswerStream,
+    Engine,
+    EngineConfig,
+    GenerationConfig,
+    LoadedModel,
+    load_model,
+)
+from coinrag_integrations.engine.model import DType
+from coinrag_integrations.errors import CoinRAGError, ConfigError
+from coinrag_integrations.ingest import Ingestor, IngestReport, OnProgress
+from coinrag_integrations.nuggets import NuggetProposer, RuleProposer
+from coinrag_integrations.retrieval import Embedder, RetrievalConfig, SpanIndex, open_client
+from coinrag_integrations.settings import (
+    COLLECTION,
+    SETTINGS_FILE,
+    StoreSettings,
+    make_embedder,
+    resolve_model,
+)
+from coinrag_integrations.types import ChunkId, Document, ScoredSpan, SpanRef
+
+Mode = Literal["coinrag", "chunk", "full"]
+MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer and the retrieved spans it rests on, best first."""
+
+    answer: Answer
+    spans: tuple[ScoredSpan, ...]
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return self.answer.text
+
+
+class ReplyStream:
+    """Iterates over the text of a reply; `reply` is complete once it has ended."""
+
+    def __init__(
+        self, stream: AnswerStream, spans: Sequence[ScoredSpan], retrieve_ms: float
+    ) -> None:
+        """Nothing is generated before the first piece is asked for."""
+        self._stream, self._spans, self._retrieve_ms = stream, tuple(spans), retrieve_ms
+
+    def __iter__(self) -> Iterator[str]:
+        """The stream itself."""
+        return self
+
+    def __next__(self) -> str:
+        """The next piece of text, never empty."""
+        return next(self._stream)
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._stream.close()
+
+    @property
+    def reply(self) -> Reply:
+        """What has been answered so far."""
+        answer = self._stream.answer
+        timings = replace(answer.timings, retrieve_ms=self._retrieve_ms)
+        return Reply(answer=replace(answer, timings=timings), spans=self._spans)
+
+
+class CoinRAG:
+    """Documents in, answers out. Retrieval, composition and generation may run in many threads."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        index: SpanIndex,
+        *,
+        proposer: NuggetProposer | None = None,
+        retrieval: RetrievalConfig | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> None:
+        """Join parts that are already open; the engine is closed with this object."""
+        self.engine, self.index = engine, index
+        self.retrieval = retrieval or RetrievalConfig()
+        self.generation = generation or GenerationConfig()
+        self._ingestor = Ingestor(engine, index, proposer or RuleProposer())
+
+    @property
+    def proposer(self) -> NuggetProposer:
+        """What suggests the nuggets of documents that are added."""
+        return self._ingestor.proposer
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        model: str | Path | LoadedModel | None = None,
+        embedder: str | Embedder | None = None,
+        chroma: str | None = None,
+        collection: str | None = None,
+        dtype: DType | None = None,
+        config: EngineConfig | None = None,
+        proposer: NuggetProposer | None = None,
+        retrieval: RetrievalConfig | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> Self:
+        """Open the store in `folder`, or start one there when `model` is given.
+
+        What is left out is taken from the store, and for a new one from the defaults
+        (`EngineConfig`, MiniLM, a Chroma database inside the store).
+
+        Raises:
+            StoreError: no store there and no model given, or the folder cannot be used.
+            FingerprintMismatchError: the store was built with another model or other options.
+            ModelError, UnsupportedModelError: the model cannot be loaded or served.
+            SpanIndexError: Chroma cannot be reached, or holds another embedder's vectors.
+        """
+        folder = Path(folder)
+        is_new = not (folder / SETTINGS_FILE).exists()
+        if is_new and model is not None:
+            # Stores that share a server must not share collections.
+            own = f"coinrag_{uuid4().hex[:8]}" if chroma else COLLECTION
+            before = StoreSettings(model=_name(model), collection=own)
+        else:
+            before = StoreSettings.load(folder)
+        settings = replace(
+            before,
+            model=before.model if model is None else _name(model),
+            embedder=before.embedder if embedder is None else _embedder_name(embedder),
+            chroma=chroma or before.chroma,
+            collection=collection or before.collection,
+            dtype=dtype or before.dtype,
+            engine=config or before.engine,
+        )
+        # What costs nothing and writes nothing comes first, so that mistakes show at once.
+        searcher = (
+            make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
+        )
+        server = open_client(settings.chroma) if settings.chroma else None
+        loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(resolve_model(settings.model), dtype=settings.dtype)
+        )
+        engine = Engine(loaded, folder, settings.engine)
+        try:
+            client = server or open_client(folder / "chroma")
+            index = SpanIndex(client, searcher, settings.collection)
+            if is_new or settings != before:
+                settings.save(folder)
+        except CoinRAGError:
+            engine.close()
+            raise
+        return cls(engine, index, proposer=proposer, retrieval=retrieval, generation=generation)
+
+    def add(
+        self, documents: Iterable[Document], on_progress: OnProgress | None = None
+    ) -> IngestReport:
+        """Add or replace documents. See `Ingestor.add`."""
+        return self._ingestor.add(documents, on_progress)
+
+    def delete(self, document_ids: Iterable[str]) -> int:
+        """Remove documents and everything made of them; how many there were."""
+        return self._ingestor.delete(document_ids)
+
+    def retrieve(
+        self, question: str, mode: Mode = "coinrag", config: RetrievalConfig | None = None
+    ) -> list[ScoredSpan]:
+        """The spans for a question, best first: nuggets, or whole chunks in the other modes.
+
+        Raises:
+            SpanIndexError: Chroma fails.
+        """
+        config = config or self.retrieval
+        if mode == "coinrag":
+            return self.index.search(question, config)
+        return self.index.search_chunks(question, config.n_chunks)
+
+    def ask(
+        self,
+        question: str,
+        mode: Mode = "coinrag",
+        *,
+        retrieval: RetrievalConfig | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> Reply:
+        """Retrieve and answer."""
+        stream = self.stream(question, mode, retrieval=retrieval, generation=generation)
+        for _ in stream:
+            pass
+        return stream.reply
+
+    def stream(
+        self,
+        question: str,
+        mode: Mode = "coinrag",
+        *,
+        retrieval: RetrievalConfig | None = None,
+        generation: GenerationConfig | None = None,
+    ) -> ReplyStream:
+        """Retrieve and answer, a piece of text at a time.
+
+        Modes: "coinrag" composes nuggets' KV, "chunk" whole chunks' KV, "full" prefills the chunks'
+        text without any cache.
+
+        Raises:
+            ConfigError: an unknown mode, or an empty question.
+            BudgetError: spans, question and answer do not fit the model's window.
+            SpanIndexError, StoreError: Chroma or the store fails.
+        """
+        if mode not in MODES:
+            raise ConfigError(f"mode is {mode!r}: use one of {', '.join(MODES)}")
+        if not question.strip():
+            raise ConfigError("the question is empty: ask something")
+        begin = time.perf_counter()
+        spans = self.retrieve(question, mode, retrieval)
+        retrieve_ms = (time.perf_counter() - begin) * 1e3
+        return self.stream_spans(
+            question, spans, mode, generation=generation, retrieve_ms=retrieve_ms
+        )
+
+    def stream_spans(
+        self,
+        question: str,
+        spans: Sequence[ScoredSpan],
+        mode: Mode = "coinrag",
+        *,
+        generation: GenerationConfig | None = None,
+        retrieve_ms: float = 0.0,
+    ) -> ReplyStream:
+        """Answer from spans that were retrieved before, best first."""
+        generation = generation or self.generation
+        refs: list[SpanRef] = [span.ref for span in spans]
+        if mode == "full":
+            chunk_ids: list[ChunkId] = list(dict.fromkeys(ref.chunk_id for ref in refs))
+            stream = self.engine.stream_full(question, chunk_ids, generation)
+        else:
+            stream = self.engine.stream(question, refs, generation)
+        return ReplyStream(stream, spans, retrieve_ms)
+
+    def close(self) -> None:
+        """Close the engine's files. The Chroma client stays for others that share it."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        """The object itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _name(model: str | Path | LoadedModel) -> str:
+    return model.name if isinstance(model, LoadedModel) else str(model)
+
+
+def _embedder_name(embedder: str | Embedder) -> str:
+    return embedder if isinstance(embedder, str) else embedder.embedder_id

@@ -1,0 +1,86 @@
+"""`coinrag ask`: a question to a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from coinrag_integrations.cli.options import Chunks, Json, Model, Nuggets, Store
+from coinrag_integrations.cli.output import Output, megabytes
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    store: Store,
+    mode: Annotated[
+        str, typer.Option(help="'coinrag' (nuggets' KV), 'chunk' (whole chunks' KV) or 'full'.")
+    ] = "coinrag",
+    n_chunks: Chunks = 5,
+    n_nuggets: Nuggets = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    model: Model = None,
+    show_spans: Annotated[
+        bool, typer.Option("--show-spans", help="Print what it rests on.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Answer a question from cached KV, streaming."""
+    output = Output(as_json=json)
+    from coinrag_integrations.engine import GenerationConfig
+    from coinrag_integrations.rag import CoinRAG
+    from coinrag_integrations.retrieval import RetrievalConfig
+
+    with CoinRAG.open(store, model=model) as rag:
+        stream = rag.stream(
+            question,
+            mode,  # type: ignore[arg-type]  # checked by stream, which names the modes
+            retrieval=RetrievalConfig(n_chunks=n_chunks, n_nuggets=n_nuggets),
+            generation=GenerationConfig(max_new_tokens=max_new_tokens, temperature=temperature),
+        )
+        for piece in stream:
+            output.console.print(piece, end="", markup=False)
+        output.say()
+        reply = stream.reply
+    timings, usage = reply.answer.timings, reply.answer.usage
+    output.say(
+        f"[dim]{mode}: {usage.cached} cached and {usage.online} online tokens, "
+        f"{megabytes(timings.bytes_read)} read; retrieve {timings.retrieve_ms:.0f} ms, first token "
+        f"after {timings.ttft_ms:.0f} ms (load {timings.load_ms:.0f}, compose "
+        f"{timings.compose_ms:.0f}, prefill {timings.prefill_ms:.0f})[/dim]"
+    )
+    if show_spans:
+        for span in reply.spans:
+            output.console.print(
+                f"{span.score:.3f} {span.document_id}[{span.char_start}:{span.char_stop}] "
+                f"{span.text}",
+                markup=False,
+            )
+    output.result(reply_object(question, reply) | {"mode": mode})
+
+
+def reply_object(question: str, reply: Any) -> dict[str, Any]:
+    """A reply as plain values."""
+    answer = reply.answer
+    return {
+        "question": question,
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "spans": [
+            {
+                "chunk_id": span.ref.chunk_id,
+                "start": span.ref.start,
+                "stop": span.ref.stop,
+                "text": span.text,
+                "score": round(span.score, 6),
+                "document_id": span.document_id,
+            }
+            for span in reply.spans
+        ],
+        "recomputed": len(answer.recomputed),
+        "usage": asdict(answer.usage),
+        "timings": asdict(answer.timings),
+        "ttft_ms": answer.timings.ttft_ms,
+    }

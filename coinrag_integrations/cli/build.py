@@ -1,0 +1,109 @@
+"""`coinrag build`: documents into a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coinrag_integrations.cli.options import Json, Store
+from coinrag_integrations.cli.output import Output, megabytes
+
+
+def build(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files or folders: txt, md, html, pdf, jsonl.")
+    ],
+    store: Store,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Local folder, hub name, or 'demo' (default for a new store)."),
+    ] = None,
+    embedder: Annotated[
+        str | None, typer.Option(help="'minilm' (default), 'bge-m3', or 'bge-m3:<folder>'.")
+    ] = None,
+    chroma: Annotated[
+        str | None, typer.Option(help="http://host:port of a Chroma server; default: in the store.")
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option(help="Name of the Chroma collections; a server gets a new one.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Encode chunks 'alone' (default) or 'after_prompt'.")
+    ] = None,
+    coverage: Annotated[
+        str | None, typer.Option(help="Keep the KV of 'nuggets' (default) or 'all' tokens.")
+    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk (default 512).")] = None,
+    strict: Annotated[bool, typer.Option(help="Stop at the first unreadable file.")] = False,
+    json: Json = False,
+) -> None:
+    """Read documents, cut them into chunks and nuggets, encode, store and index them.
+
+    Running it again continues an interrupted build, replaces changed documents and skips the rest.
+    """
+    output = Output(as_json=json)
+    from coinrag_integrations.documents import read_documents
+    from coinrag_integrations.errors import DocumentError
+    from coinrag_integrations.rag import CoinRAG
+    from coinrag_integrations.settings import SETTINGS_FILE, StoreSettings
+
+    failed: list[str] = []
+
+    def note(error: DocumentError) -> None:
+        failed.append(str(error))
+        output.console.print("[yellow]skipped:[/yellow]", end=" ")
+        output.console.print(str(error), markup=False)
+
+    is_new = not (store / SETTINGS_FILE).exists()
+    known = StoreSettings(model="demo") if is_new else StoreSettings.load(store)
+    # Read the first document before a model is loaded: a wrong path shows at once.
+    documents = _started(read_documents(paths, on_error=None if strict else note))
+    if documents is None:
+        raise DocumentError(
+            f"nothing to build: no readable document in {', '.join(map(str, paths))}"
+        )
+    with CoinRAG.open(
+        store,
+        model=model or (known.model if is_new else None),
+        embedder=embedder,
+        chroma=chroma,
+        collection=collection,
+        config=_config(known, context, coverage, chunk_tokens),
+    ) as rag:
+        with output.ingesting() as show:
+            report = rag.add(documents, show)
+        n_bytes = rag.engine.store.n_bytes()
+        totals = rag.engine.catalog.counts()
+    speed = report.n_tokens / report.seconds if report.n_encoded else 0.0
+    output.say(
+        f"{report.n_added} added, {report.n_updated} updated, {report.n_unchanged} unchanged, "
+        f"{len(report.empty)} empty, {len(failed)} unreadable; {report.n_chunks} chunks, "
+        f"{report.n_nuggets} nuggets in {report.seconds:.1f} s"
+        + (f" ({speed:,.0f} tokens/s)" if speed else "")
+    )
+    output.say(
+        f"{store}: {totals['documents']} documents, {totals['chunks']} chunks, {megabytes(n_bytes)}"
+    )
+    output.result(
+        {**asdict(report), "failed": failed, "store": str(store), "bytes": n_bytes, **totals}
+    )
+    if failed:
+        raise typer.Exit(1)
+
+
+def _started(documents: Any) -> Any:
+    """The same iterator, its first item already read; None if there is none."""
+    from itertools import chain
+
+    first = next(documents, None)
+    return None if first is None else chain([first], documents)
+
+
+def _config(known: Any, context: str | None, coverage: str | None, chunk_tokens: int | None) -> Any:
+    from dataclasses import replace
+
+    changes = {"context": context, "coverage": coverage, "chunk_tokens": chunk_tokens}
+    return replace(known.engine, **{k: v for k, v in changes.items() if v is not None})

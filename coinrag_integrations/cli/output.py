@@ -1,0 +1,74 @@
+"""What commands print: human text, progress, and with `--json` one object as stdout's last line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+if TYPE_CHECKING:
+    from coinrag_integrations.ingest import IngestReport, OnProgress
+
+
+class Output:
+    """Where a command's words go."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        """Human text goes to stderr when stdout is for the object."""
+        self.as_json = as_json
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+
+    def say(self, *parts: Any) -> None:
+        """A line, or anything rich can draw, for people."""
+        self.console.print(*parts)
+
+    def result(self, value: dict[str, Any]) -> None:
+        """The command's object, for programs; nothing without `--json`."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+
+    @contextmanager
+    def ingesting(self, total: int | None = None) -> Iterator[OnProgress]:
+        """A progress line over an ingestion: give what it yields to `CoinRAG.add`."""
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("documents · {task.fields[detail]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task("building", total=total, detail="")
+
+            def show(report: IngestReport) -> None:
+                detail = f"{report.n_encoded} chunks encoded"
+                progress.update(task, completed=report.n_documents, detail=detail)
+
+            yield show
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Progress]:
+        """A bar of `total` steps; advance its only task."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            progress.add_task(what, total=total)
+            yield progress
+
+
+def megabytes(n_bytes: float) -> str:
+    """A size for people."""
+    return f"{n_bytes / 1e6:,.1f} MB"

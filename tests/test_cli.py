@@ -1,0 +1,258 @@
+"""The command line, run for real on a tiny model folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coinrag_integrations.cli import main
+from tests.tiny import save_tiny
+
+ARTICLE = (
+    "The tidal organ of Marenqué was built by Bastien Roule in 1923. "
+    "Its copper pipes hang below the sea wall and sound at every high tide. "
+    "The town council of Marenqué pays two keepers to clean the pipes each spring.\n"
+)
+
+
+@dataclass
+class Result:
+    """What one command did."""
+
+    code: int
+    value: dict[str, Any]
+    text: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `coinrag … --json` in this process; its object, its human text, its exit code."""
+
+    def command(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["coinrag", *map(str, arguments), "--json"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        value = json.loads(out.splitlines()[-1]) if out.strip() else {}
+        assert len(out.splitlines()) <= 1, "stdout holds only the object"
+        return Result(int(stop.value.code or 0), value, err)
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "organ.txt").write_text(ARTICLE, encoding="utf-8")
+    (folder / "notes.md").write_text(
+        "# Notes\n\nThe organ rests in winter storms.", encoding="utf-8"
+    )
+    return folder
+
+
+def test_build_ask_inspect_and_doctor_work_on_one_store(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    built = run("build", docs, "--store", store, "--model", tiny)
+    assert built.code == 0
+    assert (built.value["n_added"], built.value["n_encoded"]) == (2, 2)
+    assert built.value["bytes"] == sum(
+        path.stat().st_size for path in store.glob("kv/*/*.safetensors")
+    )
+
+    again = run("build", docs, "--store", store)
+    assert (again.code, again.value["n_unchanged"], again.value["n_encoded"]) == (0, 2, 0)
+
+    question = "Who built the tidal organ?"
+    asked = run("ask", "--store", store, question, "--show-spans", "--max-new-tokens", 4)
+    assert asked.code == 0
+    assert asked.value["spans"][0]["text"] in ARTICLE
+    assert asked.value["spans"][0]["text"] in asked.text
+    assert set(asked.value["spans"][0]) >= {"chunk_id", "start", "stop", "text", "score"}
+    assert asked.value["usage"]["generated"] <= 4
+    assert asked.value["ttft_ms"] > 0
+    for mode in ("chunk", "full"):
+        other = run("ask", "--store", store, question, "--mode", mode, "--max-new-tokens", 4)
+        assert (other.code, other.value["mode"]) == (0, mode)
+
+    listed = run("inspect", "--store", store)
+    assert listed.value["document_ids"] == ["notes.md", "organ.txt"]
+    assert listed.value["kv_files"] == 2
+    shown = run("inspect", "--store", store, "--document", "organ.txt")
+    assert shown.value["chunks"][0]["text"] == ARTICLE
+    assert all(n["text"] in ARTICLE for n in shown.value["chunks"][0]["nuggets"])
+
+    healthy = run("doctor", "--store", store)
+    assert healthy.value["model"]["gate"]["passed"] is True
+    assert healthy.value["kernels"]["reason"]
+    assert healthy.value["model"]["fingerprint"] == listed.value["fingerprint"]
+
+
+def test_doctor_needs_neither_a_model_nor_a_store(run: Run) -> None:
+    result = run("doctor")
+    assert result.code == 0
+    assert result.value["dtype"] in ("float32", "float16", "bfloat16")
+    assert result.value["versions"]["torch"]
+
+
+def test_unreadable_files_are_named_and_the_rest_is_built(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    (docs / "empty.txt").write_text("")
+    (docs / "binary.txt").write_bytes(b"\x00\x01\x02\xff" * 64)
+    result = run("build", docs, "--store", tmp_path / "store", "--model", tiny)
+    assert result.code == 1
+    assert result.value["documents"] == 2
+    assert len(result.value["failed"]) == 2
+    assert "binary.txt" in result.text
+    assert "empty.txt" in result.text
+
+
+def test_strict_stops_at_the_first_unreadable_file_and_writes_nothing(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    (docs / "a.txt").write_bytes(b"\x00")
+    result = run("build", docs, "--strict", "--store", tmp_path / "store", "--model", tiny)
+    assert (result.code, result.value["error"]["type"]) == (1, "DocumentError")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (("build", "{tmp}/nowhere", "--store", "{tmp}/s"), "DocumentError", "nowhere"),
+        (
+            ("build", "{docs}", "--store", "{tmp}/s", "--model", "{tmp}/x"),
+            "ModelError",
+            "config.json",
+        ),
+        (("ask", "--store", "{tmp}/s", "Why?"), "StoreError", "coinrag build"),
+        (("inspect", "--store", "{tmp}/s"), "StoreError", "coinrag build"),
+        (
+            (
+                "build",
+                "{docs}",
+                "--store",
+                "{tmp}/s",
+                "--model",
+                "{tiny}",
+                "--embedder",
+                "word2vec",
+            ),
+            "ConfigError",
+            "word2vec",
+        ),
+        (
+            ("build", "{docs}", "--store", "{tmp}/s", "--model", "{tiny}", "--coverage", "most"),
+            "ConfigError",
+            "nuggets",
+        ),
+        (
+            (
+                "build",
+                "{docs}",
+                "--store",
+                "{tmp}/s",
+                "--model",
+                "{tiny}",
+                "--chroma",
+                "http://127.0.0.1:9",
+            ),
+            "SpanIndexError",
+            "chroma run",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_writes_no_store(
+    run: Run,
+    tiny: Path,
+    docs: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    kind: str,
+    words: str,
+) -> None:
+    filled = [a.format(tmp=tmp_path, docs=docs, tiny=tiny) for a in arguments]
+    result = run(*filled)
+    assert (result.code, result.value["error"]["type"]) == (1, kind)
+    assert words in result.value["error"]["message"]
+    assert "Traceback" not in result.text
+    assert not (tmp_path / "s" / "store.json").exists()
+
+
+def test_a_store_of_another_model_is_refused_naming_the_field(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    run("build", docs, "--store", store, "--model", tiny)
+    other = save_tiny(tmp_path / "other", seed=1)
+    result = run("ask", "--store", store, "Who?", "--model", other)
+    assert result.value["error"]["type"] == "FingerprintMismatchError"
+    assert "weights" in result.value["error"]["message"]
+
+
+def test_an_unknown_mode_and_an_empty_question_are_refused(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    run("build", docs, "--store", store, "--model", tiny)
+    wrong = run("ask", "--store", store, "Who?", "--mode", "magic")
+    assert "coinrag, chunk, full" in wrong.value["error"]["message"]
+    assert run("ask", "--store", store, " ").value["error"]["type"] == "ConfigError"
+    long = run("ask", "--store", store, "why " * 5000)
+    assert long.value["error"]["type"] == "BudgetError"
+
+
+def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path) -> None:
+    docs, store = tmp_path / "docs", tmp_path / "store"
+    docs.mkdir()
+    for i in range(12):
+        text = "".join(
+            f"Keeper {i}-{j} oiled the brass gate of dock {j} at dawn. " for j in range(400)
+        )
+        (docs / f"{i:02}.txt").write_text(text)
+    command = [sys.executable, "-m", "coinrag_integrations", "build", str(docs)]
+    command += ["--store", str(store), "--model", str(tiny), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    deadline = time.monotonic() + 120
+    while len(list(store.glob("kv/*/*.safetensors"))) < 5:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert json.loads(out.splitlines()[-1])["error"]["type"] == "KeyboardInterrupt"
+    kept = {path: path.stat().st_mtime_ns for path in store.glob("kv/*/*.safetensors")}
+    assert len(kept) >= 5
+
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["documents"] == 12
+    assert report["n_encoded"] == report["chunks"] - len(kept)
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    assert not list(store.glob("kv/*/.*.tmp"))

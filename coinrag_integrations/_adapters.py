@@ -1,0 +1,237 @@
+"""What both framework adapters share, so that they cannot disagree. Imports no framework.
+
+A span or chunk travels through a framework as its text with flat metadata under `coinrag_`: the
+triple, where the text stands in its document, and a digest of the text. The digest is what makes a
+text that was changed on the way (masked, cut again) an error instead of an answer from other words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from coinrag_integrations.engine import Timings, Usage
+from coinrag_integrations.errors import ConfigError, DocumentError
+from coinrag_integrations.rag import CoinRAG, ReplyStream
+from coinrag_integrations.retrieval import RetrievalConfig
+from coinrag_integrations.retrieval.embedders import Vectors
+from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
+
+PREFIX = "coinrag_"
+NUGGETS = "coinrag_nuggets"
+SCORE = "coinrag_score"
+SPAN_KEYS = (
+    "coinrag_chunk_id",
+    "coinrag_start",
+    "coinrag_stop",
+    "coinrag_document_id",
+    "coinrag_char_start",
+    "coinrag_char_stop",
+    "coinrag_digest",
+)
+KEYS = (*SPAN_KEYS, NUGGETS, SCORE)
+
+
+def span_id(ref: SpanRef) -> str:
+    """The id of a span's node or document: the same span always has the same."""
+    return f"{ref.chunk_id}:{ref.start}:{ref.stop}"
+
+
+def span_metadata(span: ScoredSpan) -> dict[str, Any]:
+    """The document's metadata, in one order (Chroma has none), and our keys."""
+    values = (
+        span.ref.chunk_id,
+        span.ref.start,
+        span.ref.stop,
+        span.document_id,
+        span.char_start,
+        span.char_stop,
+        digest(span.text),
+    )
+    return {**dict(sorted(span.metadata.items())), **dict(zip(SPAN_KEYS, values, strict=True))}
+
+
+def chunk_metadata(chunk: Chunk) -> dict[str, Any]:
+    """Our keys for a whole chunk, its nuggets among them as one JSON text."""
+    whole = ScoredSpan(
+        ref=chunk.ref(),
+        text=chunk.text,
+        score=1.0,
+        document_id=chunk.document_id,
+        char_start=chunk.char_start,
+        char_stop=chunk.char_start + len(chunk.text),
+    )
+    rows = [
+        [n.span.start, n.span.stop, n.char_start, n.char_stop, n.match, n.similarity]
+        for n in chunk.nuggets
+    ]
+    return {**span_metadata(whole), NUGGETS: json.dumps(rows, separators=(",", ":"))}
+
+
+def read_span(metadata: Mapping[str, Any], text: str, owner: str, score: float = 0.0) -> ScoredSpan:
+    """The span that `metadata` describes; `owner` names its bearer in errors.
+
+    Raises:
+        ConfigError: the metadata is not ours, or `text` is not the text that it was made for.
+    """
+    try:
+        chunk_id, start, stop, document_id, char_start, char_stop, expected = (
+            metadata[key] for key in SPAN_KEYS
+        )
+        ref = SpanRef(ChunkId(str(chunk_id)), int(start), int(stop))
+        bounds = int(char_start), int(char_stop)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{owner} carries no span of a CoinRAG store ({type(error).__name__}: {error}), so "
+            "there is no KV to answer from: take it from a CoinRAG retriever or splitter"
+        ) from error
+    if expected != digest(text):
+        raise ConfigError(
+            f"the text of {owner} was changed after it was retrieved or split, but its KV was not: "
+            "leave out the step that rewrites or cuts texts"
+        )
+    return ScoredSpan(
+        ref=ref,
+        text=text,
+        score=score,
+        document_id=str(document_id),
+        char_start=bounds[0],
+        char_stop=bounds[1],
+        metadata={k: v for k, v in metadata.items() if not k.startswith(PREFIX)},
+    )
+
+
+def read_nuggets(metadata: Mapping[str, Any], text: str, owner: str) -> tuple[Nugget, ...]:
+    """The nuggets that `chunk_metadata` wrote down.
+
+    Raises:
+        ConfigError: there are none written, or not in our form.
+    """
+    try:
+        return tuple(
+            Nugget(
+                text=text[char_start:char_stop],
+                span=Span(start, stop),
+                char_start=char_start,
+                char_stop=char_stop,
+                match=match,
+                similarity=similarity,
+            )
+            for start, stop, char_start, char_stop, match, similarity in json.loads(
+                metadata[NUGGETS]
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{owner} carries no nuggets ({type(error).__name__}: {error}): take it from a CoinRAG "
+            "node parser or splitter"
+        ) from error
+
+
+def flat_metadata(metadata: Mapping[Any, Any], document_id: str) -> dict[str, Any]:
+    """`metadata` as flat scalars: None is left out, nested values become JSON, others their text.
+
+    Raises:
+        DocumentError: a number that is not finite; Chroma would lose it silently.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if value is None or str(key).startswith(PREFIX):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DocumentError(
+                f"metadata {key!r} of document {document_id!r} is {value}: leave it out, or make "
+                "it a finite number"
+            )
+        if isinstance(value, Mapping | list | tuple):
+            flat[str(key)] = json.dumps(value, ensure_ascii=False, default=str)
+        else:
+            flat[str(key)] = value if isinstance(value, str | int | float) else str(value)
+    return flat
+
+
+def retrieval_config(rag: CoinRAG, n_chunks: int | None, n_nuggets: int | None) -> RetrievalConfig:
+    """The store's own widths, but for those that are given.
+
+    Raises:
+        ConfigError: a width below 1.
+    """
+    return replace(
+        rag.retrieval,
+        n_chunks=rag.retrieval.n_chunks if n_chunks is None else n_chunks,
+        n_nuggets=rag.retrieval.n_nuggets if n_nuggets is None else n_nuggets,
+    )
+
+
+def report(stream: ReplyStream | None, retrieve_ms: float = 0.0) -> dict[str, Any]:
+    """What an answer says of itself, as plain values; of no answer (None) the same keys."""
+    if stream is None:
+        usage, timings = Usage(cached=0, online=0, generated=0), Timings(retrieve_ms=retrieve_ms)
+        return _report((), (), "empty", usage, timings)
+    answer = stream.reply.answer
+    return _report(
+        answer.spans, answer.recomputed, answer.finish_reason, answer.usage, answer.timings
+    )
+
+
+def _report(
+    spans: Sequence[SpanRef],
+    recomputed: Sequence[SpanRef],
+    finish_reason: str,
+    usage: Usage,
+    timings: Timings,
+) -> dict[str, Any]:
+    return {
+        "spans": [[r.chunk_id, r.start, r.stop] for r in spans],
+        "recomputed": [[r.chunk_id, r.start, r.stop] for r in recomputed],
+        "finish_reason": finish_reason,
+        "usage": asdict(usage),
+        "timings": asdict(timings),
+    }
+
+
+async def off_loop(stream: ReplyStream) -> AsyncGenerator[str, None]:
+    """The pieces of `stream`, each computed in a thread. Leaving early stops the generation."""
+    step: asyncio.Future[str | None] | None = None
+    try:
+        while True:
+            step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+            # Cancelling a thread's future would not stop the thread: shielded, we know when it ends.
+            piece = await asyncio.shield(step)
+            if piece is None:
+                return
+            yield piece
+    finally:
+        if step is None or step.done():
+            stream.close()
+        else:
+            step.add_done_callback(_closing(stream))
+
+
+def _closing(stream: ReplyStream) -> Callable[[asyncio.Future[str | None]], None]:
+    def close(step: asyncio.Future[str | None]) -> None:
+        if not step.cancelled():
+            step.exception()  # nobody waits for it any more
+        stream.close()
+
+    return close
+
+
+def unit_vectors(vectors: Sequence[Sequence[float]]) -> Vectors:
+    """Vectors of a framework's embedding model as we need them: [n, d] fp32, of unit length."""
+    rows = np.asarray(vectors, dtype=np.float32)
+    length = np.linalg.norm(rows, axis=-1, keepdims=True)
+    unit: Vectors = rows / np.maximum(length, np.finfo(np.float32).tiny)
+    return unit
+
+
+def digest(text: str) -> str:
+    """A short hash of a text."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

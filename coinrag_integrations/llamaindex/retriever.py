@@ -1,0 +1,52 @@
+"""A LlamaIndex retriever that returns spans: nodes that the query engine answers from as KV."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.prompts.mixin import PromptMixinType
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.settings import Settings
+
+from coinrag_integrations import _adapters
+from coinrag_integrations.llamaindex._convert import node_of
+from coinrag_integrations.rag import CoinRAG
+
+
+class CoinRAGRetriever(BaseRetriever):
+    """The nuggets nearest to a question among those of the nearest chunks, best first.
+
+    A node's text is the exact text of its span, its score a cosine similarity. The store's own
+    embedder is used, whatever embedding a `QueryBundle` may bring along.
+
+        >>> nodes = CoinRAGRetriever(rag, n_nuggets=3).retrieve("Who built the tidal organ?")
+    """
+
+    def __init__(
+        self,
+        rag: CoinRAG,
+        *,
+        n_chunks: int | None = None,
+        n_nuggets: int | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        """Widths that are left out are the store's own.
+
+        Raises:
+            ConfigError: a width below 1.
+        """
+        super().__init__(callback_manager=callback_manager or Settings.callback_manager)
+        self._rag = rag
+        self._config = _adapters.retrieval_config(rag, n_chunks, n_nuggets)
+
+    def _get_prompt_modules(self) -> PromptMixinType:
+        return {}
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        spans = self._rag.retrieve(query_bundle.query_str, config=self._config)
+        return [node_of(span) for span in spans]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)

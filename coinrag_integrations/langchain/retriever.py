@@ -1,0 +1,68 @@
+"""A LangChain retriever that returns spans: documents that the chain answers from as KV."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+)
+from langchain_core.documents import Document as LangDocument
+from langchain_core.retrievers import BaseRetriever, LangSmithRetrieverParams
+
+from coinrag_integrations import _adapters
+from coinrag_integrations.langchain._convert import document_of
+from coinrag_integrations.rag import CoinRAG
+
+
+class CoinRAGRetriever(BaseRetriever):
+    """The nuggets nearest to a question among those of the nearest chunks, best first.
+
+    `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are the store's
+    own if left out, and may be given for one call. `page_content` is the exact text of the span,
+    `metadata["coinrag_score"]` a cosine similarity.
+
+        >>> CoinRAGRetriever(rag=rag, k=5).invoke("Who built the tidal organ?", k=3)
+    """
+
+    rag: CoinRAG
+    k: int | None = None
+    n_chunks: int | None = None
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun | None = None,
+        k: int | None = None,
+        n_chunks: int | None = None,
+    ) -> list[LangDocument]:
+        return self._search(query, k, n_chunks)
+
+    async def _aget_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun | None = None,
+        k: int | None = None,
+        n_chunks: int | None = None,
+    ) -> list[LangDocument]:
+        return await asyncio.to_thread(self._search, query, k, n_chunks)
+
+    def _search(self, query: str, k: int | None, n_chunks: int | None) -> list[LangDocument]:
+        config = _adapters.retrieval_config(
+            self.rag,
+            self.n_chunks if n_chunks is None else n_chunks,
+            self.k if k is None else k,
+        )
+        return [document_of(span) for span in self.rag.retrieve(query, config=config)]
+
+    def _get_ls_params(self, **kwargs: Any) -> LangSmithRetrieverParams:
+        params = super()._get_ls_params(**kwargs)
+        embedder = self.rag.index.embedder
+        params["ls_vector_store_provider"] = "chroma"
+        params["ls_embedding_provider"] = type(embedder).__name__
+        params["ls_embedding_model"] = embedder.embedder_id
+        return params

@@ -15,13 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from coinrag_integrations.engine import Timings, Usage
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG, ReplyStream
 from coinrag_integrations.retrieval import RetrievalConfig
-from coinrag_integrations.retrieval.embedders import Vectors
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
 
 PREFIX = "coinrag_"
@@ -222,14 +219,6 @@ def _closing(stream: ReplyStream) -> Callable[[asyncio.Future[str | None]], None
         stream.close()
 
     return close
-
-
-def unit_vectors(vectors: Sequence[Sequence[float]]) -> Vectors:
-    """Vectors of a framework's embedding model as we need them: [n, d] fp32, of unit length."""
-    rows = np.asarray(vectors, dtype=np.float32)
-    length = np.linalg.norm(rows, axis=-1, keepdims=True)
-    unit: Vectors = rows / np.maximum(length, np.finfo(np.float32).tiny)
-    return unit
 
 
 def digest(text: str) -> str:

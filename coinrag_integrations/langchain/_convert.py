@@ -13,7 +13,7 @@ from langchain_core.runnables import Runnable
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.retrieval.embedders import Vectors
+from coinrag_integrations.retrieval.embedders import Vectors, unit_vectors
 from coinrag_integrations.types import Chunk, Document, Nugget, ScoredSpan
 
 
@@ -97,11 +97,11 @@ class LangChainEmbedder:
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
         """One unit vector a text: [n, d]."""
-        return _adapters.unit_vectors(self._embeddings.embed_documents(list(texts)))
+        return unit_vectors(self._embeddings.embed_documents(list(texts)))
 
     def embed_query(self, text: str) -> Vectors:
         """The question's unit vector: [d]."""
-        return _adapters.unit_vectors([self._embeddings.embed_query(text)])[0]  # type: ignore[no-any-return]  # numpy indexing
+        return unit_vectors([self._embeddings.embed_query(text)])[0]  # type: ignore[no-any-return]  # numpy indexing
 
 
 def complete_with(model: Runnable[Any, Any]) -> Callable[[str], str]:

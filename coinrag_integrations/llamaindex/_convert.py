@@ -18,7 +18,7 @@ from llama_index.core.schema import (
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.retrieval.embedders import Vectors
+from coinrag_integrations.retrieval.embedders import Vectors, unit_vectors
 from coinrag_integrations.types import Chunk, Nugget, ScoredSpan
 
 
@@ -93,11 +93,11 @@ class LlamaIndexEmbedder:
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
         """One unit vector a text: [n, d]."""
-        return _adapters.unit_vectors(self._model.get_text_embedding_batch(list(texts)))
+        return unit_vectors(self._model.get_text_embedding_batch(list(texts)))
 
     def embed_query(self, text: str) -> Vectors:
         """The question's unit vector: [d]."""
-        return _adapters.unit_vectors([self._model.get_query_embedding(text)])[0]  # type: ignore[no-any-return]  # numpy indexing
+        return unit_vectors([self._model.get_query_embedding(text)])[0]  # type: ignore[no-any-return]  # numpy indexing
 
 
 def complete_with(llm: LLM) -> Callable[[str], str]:

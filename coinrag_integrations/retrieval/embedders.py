@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from coinrag_integrations.errors import ModelError
 
@@ -46,19 +46,19 @@ class MiniLMEmbedder:
 
     embedder_id = "all-MiniLM-L6-v2"
 
+    def __init__(self) -> None:
+        """Nothing is loaded before the first text."""
+        self._lock = threading.Lock()
+
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
         """One unit vector a text: [n, 384]."""
         with self._lock:
             vectors = self._model.encode(list(texts), show_progress_bar=False, batch_size=64)
-        return _unit(np.asarray(vectors, dtype=np.float32))
+        return unit_vectors(vectors)
 
     def embed_query(self, text: str) -> Vectors:
         """The question's unit vector: [384]."""
         return self.embed_documents([text])[0]  # type: ignore[no-any-return]  # numpy indexing
-
-    @cached_property
-    def _lock(self) -> threading.Lock:
-        return threading.Lock()
 
     @cached_property
     def _model(self) -> Any:
@@ -110,7 +110,7 @@ class BGEM3Embedder:
                 return_sparse=False,
                 return_colbert_vecs=False,
             )
-        return _unit(np.asarray(output["dense_vecs"], dtype=np.float32).reshape(len(texts), -1))
+        return unit_vectors(output["dense_vecs"].reshape(len(texts), -1))
 
     def embed_query(self, text: str) -> Vectors:
         """The question's unit vector: [d]. BGE-M3 takes no instruction."""
@@ -134,7 +134,9 @@ class BGEM3Embedder:
             ) from error
 
 
-def _unit(vectors: Vectors) -> Vectors:
-    """Scaled to unit length in fp32, whatever precision the model computed in."""
-    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / np.maximum(norms, 1e-12)  # type: ignore[no-any-return]  # numpy arithmetic
+def unit_vectors(vectors: ArrayLike) -> Vectors:
+    """Any embedding model's vectors as we need them: [n, d] fp32, of unit length."""
+    rows = np.asarray(vectors, dtype=np.float32)
+    length = np.linalg.norm(rows, axis=-1, keepdims=True)
+    unit: Vectors = rows / np.maximum(length, np.finfo(np.float32).tiny)
+    return unit

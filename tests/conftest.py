@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +20,11 @@ from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex, open_client
 from tests.tiny import HashEmbedder, tiny_model
+
+# CI runs the same examples every time; elsewhere every run looks at new ones.
+settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 # A tiny model gains nothing from threads, and pays for waking them.
 torch.set_num_threads(1)

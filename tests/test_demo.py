@@ -145,7 +145,10 @@ def test_a_whole_chunk_after_the_prompt_gives_the_same_words_in_fp32(tmp_path: P
             )
 
 
-def test_the_demo_and_the_benchmark_print_their_objects(tmp_path: Path) -> None:
+def test_the_demo_and_the_benchmark_print_their_objects(
+    demo_model: LoadedModel, tmp_path: Path
+) -> None:
+    bytes_per_token = demo_model.layout.bytes_per_entry
     store = ["--store", str(tmp_path / "store"), "--json"]
     demo = _coinrag("demo", "--questions", "2", *store)
     assert set(demo["questions"][0]) >= {"question", "answer", "gold", "spans", "ttft_ms"}
@@ -160,6 +163,10 @@ def test_the_demo_and_the_benchmark_print_their_objects(tmp_path: Path) -> None:
     assert set(bench) >= {"n", "floor_ms", "spans_breakdown_ms", "speedup", "machine", "versions"}
     assert set(bench["spans_breakdown_ms"]) == {"load", "compose", "prefill"}
     assert bench["methods"]["full"]["bytes_read"] == 0
+    for name in ("chunk", "spans"):
+        method = bench["methods"][name]
+        assert method["bytes_read"] == method["entries"] * bytes_per_token
+    assert bench["methods"]["chunk"]["entries"] == 4 * 512
     assert bench["methods"]["spans"]["bytes_read"] < bench["methods"]["chunk"]["bytes_read"]
 
 

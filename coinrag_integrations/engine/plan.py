@@ -37,11 +37,6 @@ class PrefixPlan:
     n_entries: int
     length: int
 
-    @property
-    def n_segment_entries(self) -> int:
-        """Entries without the prompt's."""
-        return self.n_entries - self.n_prompt
-
     def positions(self) -> NDArray[np.int64]:
         """The position at which each row is placed, right-aligned: `[N]`, the last below N."""
         logical = [np.arange(self.n_prompt)]

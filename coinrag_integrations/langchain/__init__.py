@@ -16,6 +16,7 @@ except ImportError as error:
         f"pip install 'coinrag-integrations[langchain]' ({error})"
     ) from error
 
+from coinrag_integrations.langchain._convert import LangChainEmbedder, complete_with
 from coinrag_integrations.langchain.chain import CoinRAGGenerator, create_coinrag_chain
 from coinrag_integrations.langchain.ingest import add_documents
 from coinrag_integrations.langchain.retriever import CoinRAGRetriever
@@ -24,7 +25,9 @@ from coinrag_integrations.langchain.splitter import NuggetTextSplitter
 __all__ = [
     "CoinRAGGenerator",
     "CoinRAGRetriever",
+    "LangChainEmbedder",
     "NuggetTextSplitter",
     "add_documents",
+    "complete_with",
     "create_coinrag_chain",
 ]

@@ -15,9 +15,17 @@ except ImportError as error:
         f"pip install 'coinrag-integrations[llamaindex]' ({error})"
     ) from error
 
+from coinrag_integrations.llamaindex._convert import LlamaIndexEmbedder, complete_with
 from coinrag_integrations.llamaindex.ingest import add_documents
 from coinrag_integrations.llamaindex.node_parser import NuggetNodeParser
 from coinrag_integrations.llamaindex.query_engine import CoinRAGQueryEngine
 from coinrag_integrations.llamaindex.retriever import CoinRAGRetriever
 
-__all__ = ["CoinRAGQueryEngine", "CoinRAGRetriever", "NuggetNodeParser", "add_documents"]
+__all__ = [
+    "CoinRAGQueryEngine",
+    "CoinRAGRetriever",
+    "LlamaIndexEmbedder",
+    "NuggetNodeParser",
+    "add_documents",
+    "complete_with",
+]

@@ -66,7 +66,7 @@ def test_positions_are_contiguous_and_end_right_before_the_question(many, n_prom
     plan = plan_prefix(many, n_prompt=n_prompt)
     assert plan.positions().tolist() == list(range(plan.n_entries))
     assert plan.length == plan.n_entries == n_prompt + len(tokens(many))
-    assert plan.n_segment_entries == len(tokens(many))
+    assert plan.n_entries - plan.n_prompt == len(tokens(many))
     rows = [r for s in plan.segments for r in range(s.row, s.row + len(s.ref))]
     assert rows == list(range(n_prompt, plan.n_entries))
 

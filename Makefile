@@ -21,7 +21,7 @@ check: $(VENV)/.dev
 bench: $(VENV)/.demo
 	$(BIN)/coinrag bench ttft
 	$(BIN)/python benchmarks/bench_build.py
-	$(BIN)/python benchmarks/bench_compose.py
+	$(BIN)/python benchmarks/bench_read.py
 
 # The same engine tests on the newest transformers, in an environment of its own.
 compat:

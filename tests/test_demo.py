@@ -117,7 +117,8 @@ def test_a_whole_chunk_after_the_prompt_answers_like_full_prefill(
             prefix, recomputed = engine.compose([chunk.ref])
             assert not recomputed
             online = engine.prompt.tail(item.question)
-            tokens = list(generate(demo_model, prefix, online, SHORT, Stopwatch(demo_model.device)))
+            watch = Stopwatch(demo_model.device)
+            tokens = [t for (t,) in generate(demo_model, prefix, [online], SHORT, watch)]
             context = engine.catalog.chunk(chunk.ref.chunk_id).token_ids
             ids = [*engine.prompt.head, *context, *online, *tokens[:-1]]
             with torch.inference_mode():

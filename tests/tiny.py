@@ -17,7 +17,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from coinrag_integrations.engine import Engine, LoadedModel, describe_model
+from coinrag_integrations.engine import Engine, LoadedModel, describe_model, hf
+from coinrag_integrations.engine.encoder import encode
+from coinrag_integrations.engine.kernels import reference
+from coinrag_integrations.engine.plan import PrefixPlan
+from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.types import Chunk, Document
 
 torch.set_num_threads(1)  # threads cost tiny models five times what they gain
@@ -26,6 +30,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+VOCABULARY = 512
 _CORPUS = [
     "The tidal organ of Marenqué was built by Bastien Roule in 1923 from copper pipes.",
     "You answer questions from the given passages with a short phrase. Passages: Question: Answer:",
@@ -34,7 +39,7 @@ _CORPUS = [
 
 
 def byte_tokenizer(*, chat: bool = True) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE of about 400 tokens, trained on three sentences."""
+    """A byte-level BPE trained on three sentences, filled up with words that no text holds."""
     core = tokenizers.Tokenizer(BPE())
     core.pre_tokenizer = ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
@@ -48,6 +53,8 @@ def byte_tokenizer(*, chat: bool = True) -> transformers.PreTrainedTokenizerFast
             show_progress=False,
         ),
     )
+    n = core.get_vocab_size()  # every id of the tiny models has a text
+    core.add_tokens([f"⟦{i}⟧" for i in range(n, VOCABULARY)])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|im_start|>"
     )
@@ -65,7 +72,7 @@ def tiny_hf(
 ) -> transformers.PreTrainedModel:
     """A random causal LM of three layers, four heads, two KV heads and head dimension 16."""
     settings: dict[str, object] = {
-        "vocab_size": 512,
+        "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 3,
@@ -76,6 +83,7 @@ def tiny_hf(
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
+        "tie_word_embeddings": False,  # tied, random models repeat their input
     }
     torch.manual_seed(seed)
     config = config_class(**{**settings, **options})
@@ -128,10 +136,52 @@ SUPPORTED: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]]
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
-    "mistral": (transformers.MistralConfig, {}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
     "granite": (
         transformers.GraniteConfig,
         {"attention_multiplier": 0.0625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    ),
+    "phi3": (transformers.Phi3Config, {"rope_parameters": {"rope_type": "default", **_THETA}}),
+    "phi4-mini": (  # Phi-3 with three quarters of a head turned
+        transformers.Phi3Config,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "partial_rotary_factor": 0.75,
+                **_THETA,
+            }
+        },
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+    ),
+    "gemma3": (  # two thetas, five windowed layers for each full one
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "num_hidden_layers": 6,
+        },
+    ),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "cohere": (transformers.CohereConfig, {"logit_scale": 1.0}),
+    "stablelm": (transformers.StableLmConfig, {}),
+    "gpt-neox": (transformers.GPTNeoXConfig, {}),
+    "smollm3": (  # every fourth layer has no positions
+        transformers.SmolLM3Config,
+        {"num_hidden_layers": 4},
+    ),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "mistral-windowed": (transformers.MistralConfig, {"sliding_window": 24}),
+    "qwen2-mixed": (
+        transformers.Qwen2Config,
+        {
+            "sliding_window": 24,
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "llama-linear": (
         transformers.LlamaConfig,
@@ -196,15 +246,37 @@ def forward(
 
 
 def own_kv(model: transformers.PreTrainedModel, ids: Sequence[int], start: int = 0) -> torch.Tensor:
-    """Keys (rotated) and values that the model itself caches: [L, 2, H, T, D]."""
+    """Keys (rotated) and values that the model itself caches: [L, 2, 1, H, T, D]."""
     past = transformers.DynamicCache()
     forward(model, ids, past, start)
-    return torch.stack([torch.stack((x.keys[0], x.values[0])) for x in past.layers])
+    return torch.stack([torch.stack((x.keys, x.values)) for x in past.layers])
 
 
 def dynamic_cache(kv: torch.Tensor) -> transformers.DynamicCache:
-    """Placed entries [L, 2, H, N, D] as the cache that transformers would have built."""
+    """Placed entries [L, 2, 1, H, N, D] as the cache that transformers would have built."""
     past = transformers.DynamicCache()
     for layer, (keys, values) in enumerate(kv.unbind(0)):
-        past.update(keys[None].clone(), values[None].clone(), layer)
+        past.update(keys.clone(), values.clone(), layer)
     return past
+
+
+def placed(model: LoadedModel, entries: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """Entries [T, L, 2, H, D] turned to positions, as a prefix of their own: [L, 2, 1, H, T, D]."""
+    out = torch.full(model.layout.prefixes(1, len(entries)), torch.nan, dtype=entries.dtype)
+    rotation = model.rope.rotation(positions, torch.device("cpu"))
+    reference.place(entries.contiguous(), rotation, out, torch.arange(len(entries)))
+    return out
+
+
+def prefix_of(model: LoadedModel, ids: Sequence[int], room: int = 0) -> Prefix:
+    """The prefix of a text that was encoded alone, with room behind it."""
+    n = len(ids)
+    kv = torch.full(model.layout.prefixes(1, n + room), torch.nan, dtype=model.layout.dtype)
+    kv[..., :n, :] = placed(model, encode(model, [ids])[0], range(n))
+    plan = PrefixPlan(head=tuple(ids), segments=(), online=(), n_entries=n, length=n)
+    return Prefix(kv=kv, plans=(plan,))
+
+
+def cache_of(prefix: Prefix, room: int) -> transformers.Cache:
+    """The prefix as a cache that the model may be called with directly."""
+    return hf.prefix_cache(prefix.with_room(room), prefix.n_entries)

@@ -7,6 +7,7 @@ from coinrag_integrations.engine.config import EngineConfig
 from coinrag_integrations.engine.engine import Engine
 from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.model import LoadedModel, describe_model, load_model
+from coinrag_integrations.engine.plan import Text
 from coinrag_integrations.engine.prompt import PromptTemplate
 from coinrag_integrations.engine.store import Catalog, KVStore
 from coinrag_integrations.engine.timings import Timings
@@ -21,6 +22,7 @@ __all__ = [
     "KVStore",
     "LoadedModel",
     "PromptTemplate",
+    "Text",
     "Timings",
     "Usage",
     "describe_model",

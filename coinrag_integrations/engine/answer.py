@@ -1,13 +1,13 @@
-"""An answer as it grows, and what it says of itself once it is there."""
+"""Answers as they grow, and what they say of themselves once they are there."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coinrag_integrations.engine.composer import Composed
 from coinrag_integrations.engine.generation import FinishReason, GenerationConfig, generate
 from coinrag_integrations.engine.model import LoadedModel
-from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.text import StopText, TrimmedText
 from coinrag_integrations.engine.timings import Stopwatch, Timings
 from coinrag_integrations.types import SpanRef
@@ -15,7 +15,7 @@ from coinrag_integrations.types import SpanRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one answer: taken from the cache, computed online, generated.
+    """Tokens of one answer: taken from a cache, computed online, generated.
 
     `cached` counts the prompt's head too, which lies in memory and is not read.
     """
@@ -37,29 +37,111 @@ class Answer:
     timings: Timings
 
 
-class AnswerStream:
-    """Iterates over the text of an answer; `answer` is complete once it has ended.
+class _Writer:
+    """One answer's text, token by token."""
 
-    The pieces, joined, are the answer's text.
-    """
+    def __init__(self, model: LoadedModel, generation: GenerationConfig) -> None:
+        self._stop_ids = model.stop_ids
+        self._decoder, self._stop = model.tokenizer.decode_stream(), StopText(generation.stop)
+        self._trimmed, self.pieces = TrimmedText(), list[str]()
+        self.n_generated, self.ended = 0, False
+        self.finish: FinishReason = "length"
+
+    def push(self, token: int) -> str:
+        """The text that can be shown now, perhaps none."""
+        self.n_generated += 1
+        if token in self._stop_ids:
+            return self._end("stop", self._stop.flush())
+        piece = self._stop.push(self._decoder.push(token))
+        if self._stop.hit:
+            return self._end("stop", piece)
+        return self._show(piece)
+
+    def flush(self) -> str:
+        """The rest, once no more tokens come."""
+        return "" if self.ended else self._end("length", self._stop.flush())
+
+    def _end(self, reason: FinishReason, piece: str) -> str:
+        self.finish, self.ended = reason, True
+        return self._show(piece)
+
+    def _show(self, piece: str) -> str:
+        shown = self._trimmed.push(piece)
+        if shown:
+            self.pieces.append(shown)
+        return shown
+
+
+class AnswerBatch:
+    """Answers to several questions, each behind its own prefix, computed together."""
 
     def __init__(
         self,
         model: LoadedModel,
-        prefix: Prefix,
-        online: Sequence[int],
+        composed: Composed,
+        questions: Sequence[Sequence[int]],
         generation: GenerationConfig,
         watch: Stopwatch,
-        recomputed: tuple[SpanRef, ...],
     ) -> None:
         """Nothing is computed before the first piece is asked for."""
-        self._model, self._prefix, self._online = model, prefix, online
-        self._generation, self._watch, self._recomputed = generation, watch, recomputed
-        self._pieces: list[str] = []
-        self._trimmed = TrimmedText()
-        self._n_generated = 0
-        self._finish: FinishReason = "length"
-        self._iterator = self._run()
+        self._model, self._composed, self._questions = model, composed, questions
+        self._generation, self._watch = generation, watch
+        self._writers = [_Writer(model, generation) for _ in questions]
+
+    def run(self) -> Generator[list[str]]:
+        """The next piece of each answer's text, perhaps empty, until all have ended."""
+        steps = generate(
+            self._model, self._composed.prefix, self._questions, self._generation, self._watch
+        )
+        for tokens in steps:
+            yield [
+                "" if token is None or writer.ended else writer.push(token)
+                for writer, token in zip(self._writers, tokens, strict=True)
+            ]
+            if all(writer.ended for writer in self._writers):
+                return
+        yield [writer.flush() for writer in self._writers]
+
+    def answers(self) -> list[Answer]:
+        """What has been answered so far. The times are those of the batch."""
+        timings, bytes_per_entry = self._watch.timings(), self._model.layout.bytes_per_entry
+        rows = zip(
+            self._writers,
+            self._composed.prefix.plans,
+            self._composed.recomputed,
+            self._questions,
+            strict=True,
+        )
+        return [
+            Answer(
+                text="".join(writer.pieces),
+                finish_reason=writer.finish,
+                spans=plan.refs,
+                recomputed=recomputed,
+                usage=Usage(
+                    cached=plan.n_entries,
+                    online=plan.n_online + len(question),
+                    generated=writer.n_generated,
+                ),
+                timings=replace(
+                    timings,
+                    bytes_read=bytes_per_entry
+                    * (sum(map(len, plan.refs)) - sum(map(len, recomputed))),
+                ),
+            )
+            for writer, plan, recomputed, question in rows
+        ]
+
+
+class AnswerStream:
+    """Iterates over the text of one answer; `answer` is complete once it has ended.
+
+    The pieces, joined, are the answer's text.
+    """
+
+    def __init__(self, batch: AnswerBatch) -> None:
+        """Stream a batch of one."""
+        self._batch, self._iterator = batch, batch.run()
 
     def __iter__(self) -> Iterator[str]:
         """The stream itself."""
@@ -67,7 +149,9 @@ class AnswerStream:
 
     def __next__(self) -> str:
         """The next piece of text, never empty."""
-        return next(self._iterator)
+        while not (piece := next(self._iterator)[0]):
+            pass
+        return piece
 
     def close(self) -> None:
         """Stop generating."""
@@ -76,34 +160,4 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """What has been answered so far."""
-        return Answer(
-            text="".join(self._pieces),
-            finish_reason=self._finish,
-            spans=tuple(segment.ref for segment in self._prefix.plan.segments),
-            recomputed=self._recomputed,
-            usage=Usage(
-                cached=self._prefix.n_entries,
-                online=len(self._online),
-                generated=self._n_generated,
-            ),
-            timings=self._watch.timings(),
-        )
-
-    def _run(self) -> Generator[str]:
-        text, stop = self._model.tokenizer.decode_stream(), StopText(self._generation.stop)
-        tokens = generate(self._model, self._prefix, self._online, self._generation, self._watch)
-        for token in tokens:
-            self._n_generated += 1
-            if token in self._model.stop_ids:
-                self._finish = "stop"
-                break
-            yield from self._show(stop.push(text.push(token)))
-            if stop.hit:
-                self._finish = "stop"
-                return
-        yield from self._show(stop.flush())
-
-    def _show(self, piece: str) -> Iterator[str]:
-        if shown := self._trimmed.push(piece):
-            self._pieces.append(shown)
-            yield shown
+        return self._batch.answers()[0]

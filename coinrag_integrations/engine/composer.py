@@ -1,25 +1,40 @@
-"""A plan to a prefix: read the spans, rotate them into place. Knows no prompt text and no model."""
+"""Plans to prefixes: read the spans, rotate them into place. Knows no prompt text and no model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from coinrag_integrations.engine.kernels import Kernels
 from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.engine.plan import PrefixPlan
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
+from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.engine.store import KVStore
 from coinrag_integrations.engine.timings import Stopwatch
+from coinrag_integrations.engine.upload import Uploader
 from coinrag_integrations.errors import SpanError, StoreError
 from coinrag_integrations.types import ChunkId, SpanRef
 
 OnMiss = Literal["recompute", "raise"]
 Recompute = Callable[[ChunkId, StoreError], torch.Tensor]
+# On a GPU, spans are read, copied and placed in pieces of this size, so that the three overlap: large
+# enough for the bus to run at full speed, small enough that the last piece is soon done. Staged entries
+# are not cut by layer: a layer of them is not contiguous, and copying it would need another buffer.
+PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A prefix for each plan, side by side, and what of each had to be recomputed on the way."""
+
+    prefix: Prefix
+    recomputed: tuple[tuple[SpanRef, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,58 +46,131 @@ class Composer:
     kernels: Kernels
     device: torch.device
     store: KVStore
+    prompts: PromptCache
+    uploader: Uploader
 
     def compose(
         self,
-        plan: PrefixPlan,
-        prompt: torch.Tensor,
+        plans: Sequence[PrefixPlan],
         watch: Stopwatch,
         *,
         room: int = 0,
         recompute: Recompute | None = None,
-    ) -> tuple[Prefix, tuple[SpanRef, ...]]:
-        """Load and place every entry of `plan`; also returns the spans that had to be recomputed.
+    ) -> Composed:
+        """Load and place every entry of `plans`, with `room` rows behind the longest of them.
 
-        prompt [P, L, 2, H, D] on the CPU: the prompt's entries before RoPE. `room` rows are kept
-        free behind the entries. `recompute` gives a chunk's kv [T, L, 2, H, D] when its file is
-        missing or cannot be trusted (it is told the error); without it the store's error is raised.
+        `recompute(chunk_id, error)` gives a chunk's kv [T, L, 2, H, D] when a span of it is missing
+        or cannot be trusted (it is told the error); without it the store's error is raised.
 
         Raises:
             StoreError: a span cannot be read, and `recompute` is None.
             SpanError: a span ends after its chunk's last token.
         """
-        refs = [segment.ref for segment in plan.segments]
-        with watch.part("load"):
-            staged = torch.empty(
-                self.layout.staged(plan.n_entries),
-                dtype=self.layout.dtype,
-                pin_memory=self.device.type == "cuda",
-            )
-            staged[: plan.n_prompt] = prompt
-            errors = self.store.read(refs, staged[plan.n_prompt :]) if refs else {}
-            watch.bytes_read += self.layout.bytes_per_entry * sum(
-                len(ref) for index, ref in enumerate(refs) if index not in errors
-            )
-        if errors:
-            with watch.part("recompute"):
-                if recompute is None:
-                    raise next(iter(errors.values()))
-                failed = {refs[index].chunk_id: error for index, error in errors.items()}
-                fresh = {chunk_id: recompute(chunk_id, error) for chunk_id, error in failed.items()}
-                for index in errors:
-                    segment, ref = plan.segments[index], refs[index]
-                    kv = fresh[ref.chunk_id]
-                    if ref.stop > len(kv):
-                        raise SpanError(
-                            f"span [{ref.start}, {ref.stop}) ends after the {len(kv)} tokens of "
-                            f"chunk {ref.chunk_id}"
-                        )
-                    staged[segment.row : segment.row + len(ref)] = kv[ref.start : ref.stop].cpu()
-        with watch.part("compose"):
-            cos, sin = self.rope.angles(plan.positions(), self.device)
-            placed = empty_kv(self.layout, plan.n_entries + room, self.device)
-            self.kernels.place(staged.to(self.device, non_blocking=True), cos, sin, placed, 0)
-        return (
-            Prefix(kv=placed, n_entries=plan.n_entries, plan=plan),
-            tuple(refs[index] for index in sorted(errors)),
+        refs = [ref for plan in plans for ref in plan.refs]
+        heads = [self.prompts.get(plan.head) for plan in plans if plan.head]
+        n_heads = sum(map(len, heads))
+        on_gpu = self.device.type == "cuda"
+        with watch.part("load", wait=False):
+            shape = self.layout.staged(n_heads + sum(map(len, refs)))
+            staged = torch.empty(shape, dtype=self.layout.dtype, pin_memory=on_gpu)
+            piece_bytes = PIECE_BYTES if on_gpu else None
+            pieces = list(_cut(refs, n_heads, self.layout.bytes_per_entry, piece_bytes))
+            reads = [self.store.start_read(refs[p.refs], staged[p.rows]) for p in pieces]
+        with watch.part("compose", wait=False):  # while the store reads
+            n_entries = max(plan.n_entries for plan in plans)
+            kv = empty_kv(self.layout, n_entries + room, self.device, len(plans))
+            for b, plan in enumerate(plans):  # masks hide these rows, but not what is not finite
+                kv[:, :, b, :, plan.n_entries : n_entries] = 0
+            positions, slots = _lay_out(plans, n_entries + room)
+            rotation = self.rope.rotation(positions, self.device)
+            where = torch.from_numpy(slots).to(self.device, non_blocking=True)
+
+            def place(rows: slice) -> None:
+                entries = self.uploader.upload(staged[rows])
+                self.kernels.place(entries, rotation[rows], kv, where[rows])
+
+            if heads:
+                torch.cat(heads, out=staged[:n_heads])
+                place(slice(0, n_heads))
+        errors: dict[int, StoreError] = {}
+        for piece, read in zip(pieces, reads, strict=True):
+            with watch.part("load", wait=False):
+                failed = {piece.refs.start + i: error for i, error in read.wait().items()}
+            if failed:
+                with watch.part("recompute"):
+                    _mend(refs, failed, staged[n_heads:], recompute)
+                errors |= failed
+            with watch.part("compose", wait=piece is pieces[-1]):
+                place(piece.rows)
+        n_read = sum(len(ref) for index, ref in enumerate(refs) if index not in errors)
+        watch.bytes_read += self.layout.bytes_per_entry * n_read
+        return Composed(
+            prefix=Prefix(kv=kv, plans=tuple(plans)), recomputed=tuple(_by_plan(plans, errors))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some of the spans, and their rows in the stage."""
+
+    refs: slice
+    rows: slice
+
+
+def _cut(
+    refs: Sequence[SpanRef], row: int, bytes_per_entry: int, piece_bytes: int | None
+) -> Iterator[_Piece]:
+    """Consecutive spans of at least `piece_bytes` together (None: all), the first at `row`."""
+    first, first_row = 0, row
+    for index, ref in enumerate(refs):
+        row += len(ref)
+        full = piece_bytes is not None and (row - first_row) * bytes_per_entry >= piece_bytes
+        if full or index == len(refs) - 1:
+            yield _Piece(slice(first, index + 1), slice(first_row, row))
+            first, first_row = index + 1, row
+
+
+def _lay_out(
+    plans: Sequence[PrefixPlan], n_rows: int
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Position and slot of every staged entry: [T] each. All heads come first, then all segments."""
+    heads, segments = [], []
+    for b, plan in enumerate(plans):
+        n_head = len(plan.head)
+        both = np.stack((plan.positions(), b * n_rows + np.arange(plan.n_entries)))
+        heads.append(both[:, :n_head])
+        segments.append(both[:, n_head:])
+    positions, slots = np.concatenate([*heads, *segments], axis=1)
+    return positions, slots
+
+
+def _mend(
+    refs: Sequence[SpanRef],
+    failed: dict[int, StoreError],
+    staged: torch.Tensor,
+    recompute: Recompute | None,
+) -> None:
+    """Fill the rows of spans that could not be read; `staged` begins with the first span's."""
+    if recompute is None:
+        raise next(iter(failed.values()))
+    chunks = {refs[index].chunk_id: error for index, error in failed.items()}
+    fresh = {chunk_id: recompute(chunk_id, error) for chunk_id, error in chunks.items()}
+    stops = np.cumsum([len(ref) for ref in refs])
+    for index in failed:
+        ref, kv = refs[index], fresh[refs[index].chunk_id]
+        if ref.stop > len(kv):
+            raise SpanError(
+                f"span [{ref.start}, {ref.stop}) ends after the {len(kv)} tokens of "
+                f"chunk {ref.chunk_id}"
+            )
+        staged[stops[index] - len(ref) : stops[index]] = kv[ref.start : ref.stop].cpu()
+
+
+def _by_plan(
+    plans: Sequence[PrefixPlan], errors: dict[int, StoreError]
+) -> Iterator[tuple[SpanRef, ...]]:
+    """Of each plan the spans that failed."""
+    first = 0
+    for plan in plans:
+        yield tuple(ref for i, ref in enumerate(plan.refs, first) if i in errors)
+        first += len(plan.refs)

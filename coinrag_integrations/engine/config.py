@@ -40,7 +40,7 @@ class EngineConfig:
             ("context", self.context, ("alone", "after_prompt")),
             ("coverage", self.coverage, ("nuggets", "all")),
             ("on_miss", self.on_miss, ("recompute", "raise")),
-            ("kernels", self.kernels, ("auto", "torch", "triton")),
+            ("kernels", self.kernels, ("auto", "torch", "numba", "triton")),
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}: use one of {', '.join(known)}")

@@ -21,14 +21,14 @@ def encode(
 ) -> list[torch.Tensor]:
     """Keys before RoPE and values of several token sequences: `[T, L, 2, H, D]` each.
 
-    The sequences do not see each other. `behind` [L, 2, H, P, D] is a placed prefix that each of
+    The sequences do not see each other. `behind` [L, 2, 1, H, P, D] is a placed prefix that each of
     them sees (context "after_prompt"); without it they are encoded alone, from position 0.
     Shorter ones are padded on the right, where causal attention keeps padding out of sight.
 
     Raises:
         BudgetError: a sequence does not fit the model's window.
     """
-    n_behind = 0 if behind is None else behind.shape[3]
+    n_behind = 0 if behind is None else behind.shape[4]
     longest = max(map(len, sequences), default=0)
     if n_behind + longest > model.window:
         raise BudgetError(
@@ -42,7 +42,7 @@ def encode(
         row[: len(sequence)] = torch.tensor(sequence)
     shape = (len(sequences), *model.layout.staged(longest))
     out = torch.empty(shape, dtype=model.layout.dtype, device=model.device)
-    hf.capture(model.hf, ids.to(model.device), out, behind)
+    hf.capture(model.hf, ids.to(model.device), out, model.rope.turns, behind)
     return [kv[: len(sequence)] for kv, sequence in zip(out, sequences, strict=True)]
 
 

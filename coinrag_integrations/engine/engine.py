@@ -11,9 +11,9 @@ from typing import Self
 import torch
 
 from coinrag_integrations.engine import gate
-from coinrag_integrations.engine.answer import Answer, AnswerStream
+from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream
 from coinrag_integrations.engine.chunking import chunk_document
-from coinrag_integrations.engine.composer import Composer
+from coinrag_integrations.engine.composer import Composed, Composer
 from coinrag_integrations.engine.config import EngineConfig
 from coinrag_integrations.engine.encoder import batches, encode
 from coinrag_integrations.engine.fingerprint import Fingerprint
@@ -21,12 +21,14 @@ from coinrag_integrations.engine.generation import GenerationConfig, check_room
 from coinrag_integrations.engine.kernels import choose_kernels
 from coinrag_integrations.engine.layout import dtype_name
 from coinrag_integrations.engine.model import LoadedModel
-from coinrag_integrations.engine.plan import PrefixPlan, merge, plan_prefix
+from coinrag_integrations.engine.plan import Piece, PrefixPlan, Text, arrange, merge, plan_prefix
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt import build_prompt
+from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.store import Catalog, KVStore
 from coinrag_integrations.engine.timings import Stopwatch
-from coinrag_integrations.errors import ChunkNotFoundError, StoreError
+from coinrag_integrations.engine.upload import Uploader
+from coinrag_integrations.errors import ChunkNotFoundError, ConfigError, StoreError
 from coinrag_integrations.types import Chunk, ChunkId, Document, Span, SpanRef
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,9 @@ class Engine:
         self.kernels = choose_kernels(self.config.kernels, model.device)
         self.gate = gate.check(model, self.kernels.place)
         self.prompt = build_prompt(model.tokenizer, self.config.prompt)
-        # The head's entries before RoPE, [P, L, 2, H, D] on the CPU: every prefix begins with them.
-        self._head = encode(model, [self.prompt.head])[0].cpu().contiguous()
+        # Entries [P, L, 2, H, D] of what stands before the first span: mostly the prompt's head.
+        self._prompts = PromptCache(encode=lambda ids: encode(model, [ids])[0].cpu().contiguous())
+        self._prompts.get(self.prompt.head)
         folder = Path(folder)
         self.store = KVStore(folder / "kv", model.layout, self.fingerprint)
         self.catalog = Catalog(folder / "catalog.sqlite")
@@ -64,6 +67,8 @@ class Engine:
             kernels=self.kernels,
             device=model.device,
             store=self.store,
+            prompts=self._prompts,
+            uploader=Uploader.of(model.device),
         )
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
@@ -125,28 +130,50 @@ class Engine:
         Raises:
             BudgetError: more entries than the budget or the model's window allows.
         """
-        budget = self.config.max_entries
-        return plan_prefix(
-            refs,
-            n_prompt=len(self.prompt.head),
-            max_entries=self.model.window if budget is None else min(budget, self.model.window),
-        )
+        return self.plan_pieces([Text(self.prompt.head), *arrange(refs)])
+
+    def plan_pieces(self, pieces: Sequence[Piece]) -> PrefixPlan:
+        """Where spans and the text around them will lie, in the order given.
+
+        Raises:
+            BudgetError: more rows than the budget or the model's window allows.
+        """
+        budget, window = self.config.max_entries, self.model.window
+        return plan_prefix(pieces, max_entries=window if budget is None else min(budget, window))
 
     def compose(
         self, refs: Sequence[SpanRef], watch: Stopwatch | None = None, *, room: int = 0
     ) -> tuple[Prefix, tuple[SpanRef, ...]]:
         """The prefix of the prompt's head and these spans, and the spans recomputed on the way."""
         watch = watch or Stopwatch(self.model.device)
-        return self._compose(self.plan(refs), watch, room)
+        composed = self._compose([self.plan(refs)], watch, room)
+        return composed.prefix, composed.recomputed[0]
 
     def answer(
         self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
     ) -> Answer:
         """Answer from cached spans, best first. Only the question's tokens are computed."""
-        stream = self.stream(question, refs, generation)
-        for _ in stream:
+        return _finish(self.stream(question, refs, generation))
+
+    def answer_batch(
+        self,
+        questions: Sequence[tuple[str, Sequence[SpanRef]]],
+        generation: GenerationConfig | None = None,
+    ) -> list[Answer]:
+        """Answer several questions at once, each from its own spans.
+
+        The answers are those that each question would get alone. Their timings are the batch's.
+
+        Raises:
+            BudgetError: spans, question and answer do not fit.
+        """
+        requests = [(self.plan(refs), self.prompt.tail(question)) for question, refs in questions]
+        if not requests:
+            return []
+        batch = self._ask(requests, generation or GenerationConfig())
+        for _ in batch.run():
             pass
-        return stream.answer
+        return batch.answers()
 
     def stream(
         self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
@@ -156,13 +183,31 @@ class Engine:
         Raises:
             BudgetError: spans, question and answer do not fit.
         """
-        generation = generation or GenerationConfig()
-        watch = Stopwatch(self.model.device)
-        online = self.prompt.tail(question)
-        plan = self.plan(refs)
-        check_room(self.model, plan.n_entries, len(online), generation.max_new_tokens)
-        prefix, recomputed = self._compose(plan, watch, len(online) + generation.max_new_tokens)
-        return AnswerStream(self.model, prefix, online, generation, watch, recomputed)
+        pieces: list[Piece] = [
+            Text(self.prompt.head),
+            *arrange(refs),
+            Text(self.prompt.tail(question)),
+        ]
+        return self.stream_pieces(pieces, generation)
+
+    def stream_pieces(
+        self, pieces: Sequence[Piece], generation: GenerationConfig | None = None
+    ) -> AnswerStream:
+        """Go on after spans and text in any order, the last of them text.
+
+        The spans come from the store, text before the first span from the prompt cache (keyed by its
+        token ids); all other text is computed in one pass, wherever it stands, each token seeing
+        exactly what stands before it. Without any span this is a plain forward pass.
+
+        Raises:
+            ConfigError: the last piece is not text.
+            BudgetError: pieces and answer do not fit.
+        """
+        *before, last = pieces or [Text(())]
+        if not isinstance(last, Text) or not last.ids:
+            raise ConfigError("the last piece must be text: there is nothing to go on after")
+        request = (self.plan_pieces(before), last.ids)
+        return AnswerStream(self._ask([request], generation or GenerationConfig()))
 
     def stream_full(
         self,
@@ -176,16 +221,9 @@ class Engine:
             ChunkNotFoundError: a chunk is not in the catalog.
             BudgetError: the model's window is too small.
         """
-        generation = generation or GenerationConfig()
-        context = [i for chunk_id in chunk_ids for i in self.catalog.chunk(chunk_id).token_ids]
-        watch = Stopwatch(self.model.device)
-        online = (*self.prompt.head, *context, *self.prompt.tail(question))
-        check_room(self.model, 0, len(online), generation.max_new_tokens)
-        rows = len(online) + generation.max_new_tokens
-        plan = PrefixPlan(n_prompt=0, segments=(), n_entries=0, length=0)
-        kv = empty_kv(self.model.layout, rows, self.model.device)
-        prefix = Prefix(kv=kv, n_entries=0, plan=plan)
-        return AnswerStream(self.model, prefix, online, generation, watch, ())
+        context = [Text(self.catalog.chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
+        pieces: list[Piece] = [Text(self.prompt.head), *context, Text(self.prompt.tail(question))]
+        return self.stream_pieces(pieces, generation)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -207,17 +245,28 @@ class Engine:
         """What chunks see while they are encoded: the placed head, or nothing."""
         if self.config.context == "alone":
             return None
-        head = self._head.to(self.model.device)
+        head = self._prompts.get(self.prompt.head).to(self.model.device)
         placed = empty_kv(self.model.layout, len(head), self.model.device)
-        angles = self.model.rope.angles(range(len(head)), self.model.device)
-        self.kernels.place(head, *angles, placed, 0)
+        rows = torch.arange(len(head), device=self.model.device)
+        rotation = self.model.rope.rotation(range(len(head)), self.model.device)
+        self.kernels.place(head, rotation, placed, rows)
         return placed
 
-    def _compose(
-        self, plan: PrefixPlan, watch: Stopwatch, room: int
-    ) -> tuple[Prefix, tuple[SpanRef, ...]]:
+    def _ask(
+        self, requests: Sequence[tuple[PrefixPlan, Sequence[int]]], generation: GenerationConfig
+    ) -> AnswerBatch:
+        """Compose every plan, and be ready to answer the question behind it."""
+        watch = Stopwatch(self.model.device)
+        for plan, question in requests:
+            check_room(self.model, plan, len(question), generation.max_new_tokens)
+        plans, questions = zip(*requests, strict=True)
+        width = max(plan.n_online + len(question) for plan, question in requests)
+        composed = self._compose(plans, watch, width + generation.max_new_tokens)
+        return AnswerBatch(self.model, composed, questions, generation, watch)
+
+    def _compose(self, plans: Sequence[PrefixPlan], watch: Stopwatch, room: int) -> Composed:
         recompute = self._recompute if self.config.on_miss == "recompute" else None
-        return self._composer.compose(plan, self._head, watch, room=room, recompute=recompute)
+        return self._composer.compose(plans, watch, room=room, recompute=recompute)
 
     def _recompute(self, chunk_id: ChunkId, error: StoreError) -> torch.Tensor:
         """Encode a chunk again from its stored tokens; mend its file unless it is in order."""
@@ -231,3 +280,9 @@ class Engine:
         except StoreError as refusal:
             logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
         return kv
+
+
+def _finish(stream: AnswerStream) -> Answer:
+    for _ in stream:
+        pass
+    return stream.answer

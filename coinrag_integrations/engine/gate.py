@@ -17,6 +17,7 @@ from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.engine.kernels import Place
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.prefix import empty_kv
+from coinrag_integrations.engine.visibility import visible
 from coinrag_integrations.errors import UnsupportedModelError
 
 _OFFSET = 37
@@ -59,23 +60,23 @@ def measure(model: LoadedModel, place: Place) -> GateResult:
     piece, question = ids[:18], ids[18:]
     staged = encode(model, [piece])[0].contiguous()
 
-    moved = empty_kv(model.layout, len(piece), model.device)
-    place(staged, *_angles(model, len(piece), _OFFSET), moved, 0)
+    moved = _placed(model, place, staged, _OFFSET)
     direct = DynamicCache()
     positions = torch.arange(_OFFSET, _OFFSET + len(piece), device=model.device)[None]
     hf.next_logits(model.hf, _row(model, piece), direct, positions)
     own = torch.stack([torch.stack((x.keys[0], x.values[0])) for x in direct.layers])
 
-    placed = empty_kv(model.layout, len(ids), model.device)
-    place(staged, *_angles(model, len(piece), 0), placed, 0)
-    cache = hf.prefix_cache(placed, len(piece))
-    logits = hf.next_logits(model.hf, _row(model, question), cache)
+    cache = hf.prefix_cache(_placed(model, place, staged, 0, room=len(question)), len(piece))
+    rows = torch.arange(len(ids), device=model.device)[None]
+    at = rows[:, len(piece) :]
+    seen = visible(rows, at, model.layer_windows)
+    logits = hf.next_logits(model.hf, _row(model, question), cache, at, seen)
     full = hf.next_logits(model.hf, _row(model, ids), DynamicCache())
     first_tolerance, tolerance = _TOLERANCE[model.layout.dtype]
     return GateResult(
-        first_keys=_error(moved[0, 0], own[0, 0]),
-        keys=_error(moved[:, 0], own[:, 0]),
-        values=_error(moved[:, 1], own[:, 1]),
+        first_keys=_error(moved[0, 0, 0], own[0, 0]),
+        keys=_error(moved[:, 0, 0], own[:, 0]),
+        values=_error(moved[:, 1, 0], own[:, 1]),
         logits=_error(logits, full),
         first_tolerance=first_tolerance,
         tolerance=tolerance,
@@ -105,8 +106,14 @@ def check(model: LoadedModel, place: Place) -> GateResult:
     return result
 
 
-def _angles(model: LoadedModel, n: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return model.rope.angles(range(start, start + n), model.device)
+def _placed(
+    model: LoadedModel, place: Place, staged: torch.Tensor, start: int, room: int = 0
+) -> torch.Tensor:
+    """Staged entries at positions from `start`: [L, 2, 1, H, T + room, D]."""
+    placed = empty_kv(model.layout, len(staged) + room, model.device)
+    rotation = model.rope.rotation(range(start, start + len(staged)), model.device)
+    place(staged, rotation, placed, torch.arange(len(staged), device=model.device))
+    return placed
 
 
 def _row(model: LoadedModel, ids: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prefill the question behind a prefix, then decode. Knows token ids, not spans or stores."""
+"""Prefill questions behind their prefixes, then decode. Knows token ids, not spans or stores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from transformers.generation.logits_process import (
 
 from coinrag_integrations.engine import hf
 from coinrag_integrations.engine.model import LoadedModel
+from coinrag_integrations.engine.plan import PrefixPlan
 from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.timings import Stopwatch
+from coinrag_integrations.engine.visibility import HIDDEN, visible
 from coinrag_integrations.errors import BudgetError, ConfigError
 
 FinishReason = Literal["stop", "length"]
@@ -52,50 +54,100 @@ class GenerationConfig:
             raise ConfigError("stop must be a tuple of non-empty strings")
 
 
-def check_room(model: LoadedModel, n_entries: int, n_online: int, max_new_tokens: int) -> None:
+def check_room(model: LoadedModel, plan: PrefixPlan, n_question: int, max_new_tokens: int) -> None:
     """Refuse a question that the model's window cannot hold.
 
     Raises:
-        BudgetError: entries, question and answer together are longer than the window.
+        BudgetError: context, question and answer together are longer than the window.
     """
-    if n_entries + n_online + max_new_tokens > model.window:
+    if plan.length + n_question + max_new_tokens > model.window:
         raise BudgetError(
-            f"{n_entries} cached entries, {n_online} question tokens and {max_new_tokens} answer "
-            f"tokens exceed the model's window of {model.window}: shorten the question, retrieve "
-            "less, or lower max_new_tokens"
+            f"{plan.n_entries} cached entries, {plan.n_online + n_question} online tokens and "
+            f"{max_new_tokens} answer tokens exceed the model's window of {model.window}: shorten "
+            "the question, retrieve less, or lower max_new_tokens"
         )
 
 
 def generate(
     model: LoadedModel,
     prefix: Prefix,
-    online: Sequence[int],
+    questions: Sequence[Sequence[int]],
     config: GenerationConfig,
     watch: Stopwatch,
-) -> Iterator[int]:
-    """Yield the ids of the answer, the last one perhaps an id that ends it.
+) -> Iterator[list[int | None]]:
+    """Yield the next token of every answer, the last one perhaps an id that ends it, then None.
 
-    Computes `online` in one pass behind the prefix, then one token at a time. Closing the iterator
-    stops the work.
+    One question for each of the prefix's plans. Their tokens, and the plans' online text, are
+    computed in one pass, each seeing what stands before it; then one token of every answer at a
+    time. Closing the iterator stops the work.
 
     Raises:
         BudgetError: the model's window is too small.
     """
-    check_room(model, prefix.n_entries, len(online), config.max_new_tokens)
-    choose = _Chooser(config, model.device)
+    for plan, question in zip(prefix.plans, questions, strict=True):
+        check_room(model, plan, len(question), config.max_new_tokens)
+    choosers = [_Chooser(config, model.device) for _ in questions]
     with watch.part("prefill"):
-        cache = prefix.cache(len(online) + config.max_new_tokens)
-        ids = torch.tensor([online], device=model.device)
-        token = choose(hf.next_logits(model.hf, ids, cache), ids)
+        ids, at = (x.to(model.device) for x in _online(prefix, questions))
+        rows = torch.cat((prefix.positions().to(model.device), at), dim=1)
+        cache = hf.prefix_cache(
+            prefix.with_room(ids.shape[1] + config.max_new_tokens), prefix.n_entries
+        )
+        positions = at.masked_fill(at == HIDDEN, 0)
+        mask = visible(rows, at, model.layer_windows)
+        tokens = _choose(choosers, hf.next_logits(model.hf, ids, cache, positions, mask))
     watch.first_token()
-    yield token
-    for _ in range(config.max_new_tokens - 1):
-        if token in model.stop_ids:
+    # Where it hides nothing, a mask would only cost time.
+    reach = max(plan.length + len(q) for plan, q in zip(prefix.plans, questions, strict=True))
+    nearest = min((w for w in model.layer_windows if w is not None), default=inf)
+    has_holes = bool((rows == HIDDEN).any())
+    ended = [False] * len(questions)
+    for n_generated in range(1, config.max_new_tokens):
+        yield _open(tokens, ended)
+        ended = [end or token in model.stop_ids for token, end in zip(tokens, ended, strict=True)]
+        if all(ended):
             return
         with watch.part("decode"):
-            ids = torch.tensor([[token]], device=model.device)
-            token = choose(hf.next_logits(model.hf, ids, cache), ids)
-        yield token
+            at = at[:, -1:] + 1
+            rows = torch.cat((rows, at), dim=1)
+            hides = has_holes or reach + n_generated > nearest
+            seen = visible(rows, at, model.layer_windows) if hides else None
+            ids = torch.tensor(tokens, device=model.device)[:, None]
+            tokens = _choose(choosers, hf.next_logits(model.hf, ids, cache, at, seen))
+    yield _open(tokens, ended)
+
+
+def _online(
+    prefix: Prefix, questions: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions [B, m] of what is computed first, aligned on the last tokens.
+
+    Shorter ones are padded on the left, with tokens at `HIDDEN`.
+    """
+    texts = [
+        (
+            [*plan.online_ids, *question],
+            [*plan.online_positions(), *range(plan.n_rows, plan.n_rows + len(question))],
+        )
+        for plan, question in zip(prefix.plans, questions, strict=True)
+    ]
+    width = max(len(ids) for ids, _ in texts)
+    ids = torch.zeros((len(texts), width), dtype=torch.long)
+    at = torch.full_like(ids, HIDDEN)
+    for b, (text, positions) in enumerate(texts):
+        ids[b, width - len(text) :] = torch.tensor(text)
+        at[b, width - len(text) :] = torch.tensor(positions)
+    return ids, at
+
+
+def _open(tokens: Sequence[int], ended: Sequence[bool]) -> list[int | None]:
+    """The tokens of the answers that go on."""
+    return [None if end else token for token, end in zip(tokens, ended, strict=True)]
+
+
+def _choose(choosers: Sequence[_Chooser], logits: torch.Tensor) -> list[int]:
+    """The next token of each answer: logits [B, V]."""
+    return [choose(row) for choose, row in zip(choosers, logits, strict=True)]
 
 
 class _Chooser:
@@ -117,8 +169,9 @@ class _Chooser:
         if config.top_p < 1:
             self.warpers.append(TopPLogitsWarper(config.top_p))
 
-    def __call__(self, logits: torch.Tensor, ids: torch.Tensor) -> int:
+    def __call__(self, logits: torch.Tensor) -> int:
         if self.greedy:
             return int(logits.argmax())
-        chances = self.warpers(ids, logits[None]).softmax(-1)
+        # These warpers look at no earlier tokens.
+        chances = self.warpers(None, logits[None]).softmax(-1)
         return int(torch.multinomial(chances[0], 1, generator=self.random))

@@ -9,31 +9,33 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from coinrag_integrations.engine.layout import KVLayout
-from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.errors import UnsupportedModelError
 
 __all__ = [
     "Cache",
+    "SeenKeys",
     "capture",
+    "has_rotary_function",
     "next_logits",
+    "observe_keys",
     "prefix_cache",
-    "read_layout",
-    "read_rope",
-    "read_window",
 ]
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
+_MASKABLE = ("sdpa", "eager")
 _TAP_LOCK = threading.RLock()
+
+
+# -- prefixes ----------------------------------------------------------------------------------
 
 
 class _PrefixLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -62,10 +64,64 @@ class _PrefixLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 def prefix_cache(kv: torch.Tensor, length: int) -> Cache:
     """A prefix buffer as a transformers cache, without copying it.
 
-    kv [L, 2, H, N + room, D]: the first `length` rows are valid, the model writes behind them. The
-    position of the next token is `length`, which is what `generate()` and a plain call assume.
+    kv [L, 2, B, H, N + room, D]: the first `length` rows are taken, the model writes behind them.
     """
-    return Cache(layers=[_PrefixLayer(k[None], v[None], length) for k, v in kv.unbind(0)])
+    return Cache(layers=[_PrefixLayer(k, v, length) for k, v in kv.unbind(0)])
+
+
+def next_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    cache: Cache,
+    positions: torch.Tensor | None = None,
+    visible: Mapping[int | None, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Logits after the last of `ids` [B, m] behind `cache`: fp32 [B, V]. Grows the cache by m rows.
+
+    positions [B, m] are those of `ids` (None: they follow the cache's rows); visible: for each of
+    the model's windows a bool [B, 1, m, rows], true where a query sees a row (None: every row that
+    is not behind it, which is transformers' own mask).
+
+    Raises:
+        UnsupportedModelError: the model's attention implementation takes no mask.
+    """
+    arguments: dict[str, Any] = {_cache_argument(model): cache}
+    if positions is not None:
+        arguments["position_ids"] = positions
+    if visible is not None:
+        arguments["attention_mask"] = _attention_mask(model, visible)
+    with torch.inference_mode():
+        logits = model(ids, use_cache=True, logits_to_keep=1, **arguments).logits
+    return logits[:, -1].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
+
+
+def _attention_mask(
+    model: PreTrainedModel, visible: Mapping[int | None, torch.Tensor]
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """As the model's forward takes it: one mask, or one for each type of layer if they differ."""
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    if implementation not in _MASKABLE:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was loaded with attn_implementation={implementation!r}, which "
+            "takes no mask by position: load it with attn_implementation='sdpa'"
+        )
+    masks = dict(visible)
+    if implementation == "eager":
+        least = torch.finfo(model.dtype).min
+        masks = {
+            window: torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, least)
+            for window, mask in masks.items()
+        }
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    return {
+        "full_attention" if window is None else "sliding_attention": mask
+        for window, mask in masks.items()
+    }
+
+
+# -- keys before RoPE --------------------------------------------------------------------------
 
 
 class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -74,11 +130,12 @@ class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def __init__(
         self,
         out: torch.Tensor,
-        before_rope: list[torch.Tensor],
+        tap: list[torch.Tensor],
+        turns: bool,
         behind: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         super().__init__()
-        self.out, self.before_rope, self.behind = out, before_rope, behind  # out [B, T, 2, H, D]
+        self.out, self.tap, self.turns, self.behind = out, tap, turns, behind  # out [B, T, 2, H, D]
         self.n_behind = 0 if behind is None else behind[0].shape[-2]
         self.length = self.n_behind
         self.is_initialized = True
@@ -86,12 +143,13 @@ class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self.before_rope) != 1 or self.before_rope[0].shape != key_states.shape:
+        before = _before_rope(self.tap, key_states)
+        if (before is not None) != self.turns:
             raise UnsupportedModelError(
-                f"the keys of a layer could not be seen before RoPE ({len(self.before_rope)} "
-                "rotations before one cache update): this attention is not supported"
+                "a layer turned its keys although it was seen not to, or the other way round: this "
+                "attention is not supported"
             )
-        self.out[:, :, 0] = self.before_rope.pop().transpose(1, 2)  # [B, T, H, D]
+        self.out[:, :, 0] = (key_states if before is None else before).transpose(1, 2)
         self.out[:, :, 1] = value_states.transpose(1, 2)
         self.length = self.n_behind + key_states.shape[-2]
         if self.behind is None:
@@ -104,28 +162,105 @@ class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
 
 
 def capture(
-    model: PreTrainedModel, ids: torch.Tensor, out: torch.Tensor, behind: torch.Tensor | None = None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    turns: Sequence[bool],
+    behind: torch.Tensor | None = None,
 ) -> None:
     """Run chunks through the model and write their keys (before RoPE) and values into `out`.
 
-    ids [B, T], out [B, T, L, 2, H, D] in the model's dtype, behind [L, 2, H, P, D] or None: an
-    already placed prefix that every chunk sees, its first token at position P. Rows behind a
-    shorter chunk's end hold whatever the padding gave and are for the caller to drop.
+    ids [B, T], out [B, T, L, 2, H, D] in the model's dtype, turns [L]: which layers rotate at all,
+    behind [L, 2, 1, H, P, D] or None: an already placed prefix that every chunk sees, its first
+    token at position P. Rows behind a shorter chunk's end hold whatever the padding gave and are
+    for the caller to drop.
 
     Raises:
         UnsupportedModelError: the model's attention does not rotate one key per cache update.
     """
-    with _tap_keys(model) as before_rope, torch.inference_mode():
+    with _tap_keys(model) as tap, torch.inference_mode():
         layers = [
             _CaptureLayer(
                 out[:, :, i],
-                before_rope,
-                None if behind is None else (behind[i, 0][None], behind[i, 1][None]),
+                tap,
+                turns[i],
+                None if behind is None else (behind[i, 0], behind[i, 1]),
             )
             for i in range(out.shape[2])
         ]
         body = model.base_model
         body(ids, use_cache=True, **{_cache_argument(body): Cache(layers=layers)})
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKeys:
+    """One layer's keys [T, H, D] as they went into RoPE (None: it has none) and as they came out."""
+
+    before: torch.Tensor | None
+    after: torch.Tensor
+
+
+class _WatchLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer that keeps its keys for us to look at."""
+
+    def __init__(self, tap: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tap, self.is_initialized = tap, True
+        self.seen: SeenKeys | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before = _before_rope(self.tap, key_states)
+        self.seen = SeenKeys(
+            before=None if before is None else before[0].transpose(0, 1).clone(),
+            after=key_states[0].transpose(0, 1).clone(),
+        )
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+def observe_keys(model: PreTrainedModel, n_layers: int, positions: Sequence[int]) -> list[SeenKeys]:
+    """Every layer's keys, before and after RoPE, for a few arbitrary tokens at `positions`.
+
+    Raises:
+        UnsupportedModelError: the model's attention does not rotate one key per cache update.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.tensor([[(7919 * i + 11) % vocabulary for i in positions]], device=model.device)
+    where = torch.tensor([list(positions)], device=model.device)
+    with _tap_keys(model) as tap, torch.inference_mode():
+        layers = [_WatchLayer(tap) for _ in range(n_layers)]
+        body = model.base_model
+        cache = {_cache_argument(body): Cache(layers=layers)}
+        body(ids, use_cache=True, position_ids=where, **cache)
+    seen = [layer.seen for layer in layers if layer.seen is not None]
+    if len(seen) != n_layers:
+        raise UnsupportedModelError("some layers keep no keys and values")
+    return seen
+
+
+def has_rotary_function(model: PreTrainedModel) -> bool:
+    """Whether the model's module has the function that we stand in for."""
+    return hasattr(sys.modules[type(model).__module__], _ROTARY_FUNCTION)
+
+
+def _before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Tensor | None:
+    """The keys that became `key_states`: what was tapped, and the dimensions that were not turned."""
+    if not tap:
+        return None
+    before = tap.pop()
+    width = before.shape[-1]
+    if tap or before.shape[:-1] != key_states.shape[:-1] or width > key_states.shape[-1]:
+        tap.clear()
+        raise UnsupportedModelError(
+            "the keys of a layer could not be seen before RoPE: this attention is not supported"
+        )
+    if width == key_states.shape[-1]:
+        return before
+    return torch.cat((before, key_states[..., width:]), dim=-1)
 
 
 @contextmanager
@@ -153,21 +288,6 @@ def _tap_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
             setattr(module, _ROTARY_FUNCTION, original)
 
 
-def next_logits(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    cache: Cache,
-    position_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Logits after the last of `ids` [1, m] behind `cache`: fp32 [V]. Grows the cache by m rows."""
-    arguments: dict[str, Any] = {_cache_argument(model): cache}
-    if position_ids is not None:
-        arguments["position_ids"] = position_ids
-    with torch.inference_mode():
-        logits = model(ids, use_cache=True, logits_to_keep=1, **arguments).logits
-    return logits[0, -1].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
-
-
 def _cache_argument(model: PreTrainedModel) -> str:
     """What this version of transformers calls the cache argument."""
     return _cache_argument_of(type(model).forward)
@@ -176,83 +296,3 @@ def _cache_argument(model: PreTrainedModel) -> str:
 @functools.cache
 def _cache_argument_of(forward: Callable[..., Any]) -> str:
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
-
-
-def read_layout(model: PreTrainedModel) -> KVLayout:
-    """Layers, KV heads and head dimension from the model's configuration.
-
-    Raises:
-        UnsupportedModelError: the configuration does not describe ordinary attention.
-    """
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None or getattr(config, "kv_lora_rank", None):
-        raise _unsupported(model, "it does not use ordinary multi-head attention")
-    return KVLayout(
-        n_layers=config.num_hidden_layers,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-    )
-
-
-def read_rope(model: PreTrainedModel, head_dim: int) -> RopeTable:
-    """The frequencies of the model's own rotary module.
-
-    Raises:
-        UnsupportedModelError: learned or ALiBi positions, frequencies that change with the length,
-            several rotary modules, or a rotation of only a part of each head.
-    """
-    if not hasattr(sys.modules[type(model).__module__], _ROTARY_FUNCTION):
-        raise _unsupported(
-            model,
-            "it has no rotary position embedding (learned or ALiBi positions cannot be moved)",
-        )
-    modules = [m for m in model.modules() if hasattr(m, "rope_type")]
-    if not modules:
-        raise _unsupported(model, "it has no rotary module to read the frequencies from")
-    if len(modules) != 1 or not isinstance(modules[0].rope_type, str):
-        raise _unsupported(model, "its layers use different rotary frequencies")
-    rotary = modules[0]
-    if rotary.rope_type not in SUPPORTED_ROPE_TYPES:
-        raise _unsupported(
-            model,
-            f"its RoPE type {rotary.rope_type!r} changes the frequencies with the length "
-            f"(supported: {', '.join(SUPPORTED_ROPE_TYPES)})",
-        )
-    if "mrope_section" in (getattr(model.config, "rope_parameters", None) or {}):
-        raise _unsupported(model, "its positions have several axes (M-RoPE)")
-    inv_freq = rotary.inv_freq
-    if 2 * inv_freq.numel() != head_dim:
-        raise _unsupported(
-            model, f"it rotates {2 * inv_freq.numel()} of the {head_dim} dimensions of a head"
-        )
-    return RopeTable(
-        inv_freq=tuple(inv_freq.double().tolist()),
-        attention_scaling=float(rotary.attention_scaling),
-    )
-
-
-def read_window(model: PreTrainedModel) -> int:
-    """The longest context, in tokens, in which every layer sees every token.
-
-    Raises:
-        UnsupportedModelError: some layer's attention is neither full nor sliding.
-    """
-    config = model.config.get_text_config()
-    window = int(config.max_position_embeddings)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    strange = kinds - {"full_attention", "sliding_attention"}
-    if strange:
-        raise _unsupported(model, f"it has layers of type {', '.join(sorted(strange))}")
-    sliding = getattr(config, "sliding_window", None)
-    if sliding and (not kinds or "sliding_attention" in kinds):
-        window = min(window, int(sliding))
-    return window
-
-
-def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(model).__name__} is not supported: {reason}. Use a decoder with full RoPE, such as "
-        "Llama, Qwen2, Qwen3 or Mistral"
-    )

@@ -1,10 +1,11 @@
 """The shape of cached keys and values. Knows sizes and dtypes, not models or files.
 
-Letters, the same everywhere in the engine: `T` tokens of a chunk or entries of a stage, `N` entries
-of a prefix, `L` layers, `H` KV heads, `D` head dimension, `B` batch, `P` prompt entries.
+Letters, the same everywhere in the engine: `T` tokens of a chunk or entries of a stage, `N` rows of
+a prefix, `L` layers, `H` KV heads, `D` head dimension, `B` prefixes side by side, `P` prompt entries.
 
 Two arrangements exist. On disk and in staging, entries come first: `[T, L, 2, H, D]`, so that a span
-is one contiguous range of bytes for all layers. In a prefix, what attention reads: `[L, 2, H, N, D]`.
+is one contiguous range of bytes for all layers. In prefixes, what attention reads:
+`[L, 2, B, H, N, D]`.
 Index 0 of the axis of length two is the key, index 1 the value.
 """
 
@@ -53,6 +54,6 @@ class KVLayout:
         """Shape `[T, L, 2, H, D]`."""
         return (n_entries, self.n_layers, 2, self.n_kv_heads, self.head_dim)
 
-    def prefix(self, n_entries: int) -> tuple[int, int, int, int, int]:
-        """Shape `[L, 2, H, N, D]`."""
-        return (self.n_layers, 2, self.n_kv_heads, n_entries, self.head_dim)
+    def prefixes(self, n_prefixes: int, n_rows: int) -> tuple[int, int, int, int, int, int]:
+        """Shape `[L, 2, B, H, N, D]`."""
+        return (self.n_layers, 2, n_prefixes, self.n_kv_heads, n_rows, self.head_dim)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from coinrag_integrations.engine import hf
+from coinrag_integrations.engine import describe
 from coinrag_integrations.engine.layout import DTYPES, KVLayout
 from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.engine.tokens import TextTokenizer
@@ -28,8 +28,9 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 class LoadedModel:
     """A model ready to encode and to answer.
 
-    `window` is the longest context in tokens, `stop_ids` every id that ends an answer, `weights` a
-    hash of all parameters as they lie in memory.
+    `window` is the longest context in tokens, `layer_windows` how far back its different layers see
+    (None: to the beginning), `stop_ids` every id that ends an answer,
+    `weights` a hash of all parameters as they lie in memory.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LoadedModel:
     layout: KVLayout
     rope: RopeTable
     window: int
+    layer_windows: tuple[int | None, ...]
     stop_ids: frozenset[int]
     weights: str
 
@@ -80,14 +82,16 @@ def describe_model(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> L
     Raises:
         UnsupportedModelError: its attention or positions cannot be handled.
     """
-    layout = hf.read_layout(model)
+    layer_windows = describe.read_layer_windows(model)
+    layout, rope = describe.read_cache(model)
     return LoadedModel(
         name=name,
         hf=model,
         tokenizer=TextTokenizer(tokenizer),
         layout=layout,
-        rope=hf.read_rope(model, layout.head_dim),
-        window=hf.read_window(model),
+        rope=rope,
+        window=describe.read_window(model),
+        layer_windows=layer_windows,
         stop_ids=_stop_ids(model, tokenizer),
         weights=hash_weights(model),
     )

@@ -1,10 +1,11 @@
-"""Lay spans out behind the prompt. Pure arithmetic: no torch, no disk, no model.
+"""Lay pieces out behind each other. Pure arithmetic: no torch, no disk, no model.
 
-A plan has two rulers. *Logical* positions are where entries belong in the text that the model is
-shown: the question starts at `length`. *Rows* are where they lie in the buffer: `n_entries` of them.
-The two differ once a segment holds fewer entries than the text it stands for. RoPE only sees
-differences, so the entry at logical position p is placed at `p - (length - n_entries)` and the
-question starts at row `n_entries`: right-aligned, and what `generate()` assumes.
+A plan has two rulers. *Logical* positions are where tokens belong in the text that the model is shown:
+the question starts at `length`. *Rows* are where they lie in the buffer: first the entries that come
+from a cache, then the text that is computed online, wherever it stands. The two differ once a segment
+holds fewer entries than the text it stands for. RoPE only sees differences, so logical position p is
+placed at `p - (length - n_rows)` and the question starts at row `n_rows`: right-aligned, and what
+`generate()` assumes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,20 @@ from coinrag_integrations.errors import BudgetError
 from coinrag_integrations.types import ChunkId, Span, SpanRef
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens to show the model that are in no chunk: prompt, titles, separators, a question."""
+
+    ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+
+Piece = Text | SpanRef
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A span given its place: rows `[row, row + len(ref))`, first logical position `position`."""
@@ -29,42 +44,101 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixPlan:
-    """The prompt's entries and, behind them, the segments in order."""
+class OnlineText:
+    """Text between segments, computed with the question: its first logical position."""
 
-    n_prompt: int
+    ids: tuple[int, ...]
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPlan:
+    """What a question stands behind.
+
+    `head` is the text before the first segment, whose entries come from the prompt cache; then the
+    segments, with `online` text anywhere between and behind them. `n_entries` rows come from caches,
+    `length` is the logical position of the question.
+    """
+
+    head: tuple[int, ...]
     segments: tuple[Segment, ...]
+    online: tuple[OnlineText, ...]
     n_entries: int
     length: int
 
+    @property
+    def n_online(self) -> int:
+        """Tokens of online text."""
+        return len(self.online_ids)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows before the question: entries and online text."""
+        return self.n_entries + self.n_online
+
+    @property
+    def online_ids(self) -> tuple[int, ...]:
+        """The tokens of all online text, in order."""
+        return tuple(i for text in self.online for i in text.ids)
+
+    @property
+    def refs(self) -> tuple[SpanRef, ...]:
+        """The spans, in order."""
+        return tuple(segment.ref for segment in self.segments)
+
     def positions(self) -> NDArray[np.int64]:
-        """The position at which each row is placed, right-aligned: `[N]`, the last below N."""
-        logical = [np.arange(self.n_prompt)]
-        logical += [np.arange(s.position, s.position + len(s.ref)) for s in self.segments]
-        return np.concatenate(logical).astype(np.int64) - (self.length - self.n_entries)
+        """The position at which each entry is placed, right-aligned: `[n_entries]`."""
+        runs = [(0, len(self.head)), *((s.position, len(s.ref)) for s in self.segments)]
+        return self._placed(runs)
+
+    def online_positions(self) -> NDArray[np.int64]:
+        """The position of each token of online text, right-aligned: `[n_online]`."""
+        return self._placed([(text.position, len(text.ids)) for text in self.online])
+
+    def _placed(self, runs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        logical = [np.arange(start, start + length) for start, length in runs]
+        return np.concatenate([*logical, np.empty(0)]).astype(np.int64) - (
+            self.length - self.n_rows
+        )
 
 
-def plan_prefix(
-    refs: Sequence[SpanRef], *, n_prompt: int, max_entries: int | None = None
-) -> PrefixPlan:
-    """Put `refs` (best first) behind a prompt of `n_prompt` entries, packed without gaps.
+def plan_prefix(pieces: Sequence[Piece], *, max_entries: int | None = None) -> PrefixPlan:
+    """Put pieces behind each other in the order given, packed without gaps.
 
-    Chunks come in the order of their best span, spans of one chunk in the order of its text;
-    overlapping or touching spans are merged.
+    Text before the first span becomes the head; a plan without spans has no head, and all of its
+    text is computed online.
 
     Raises:
-        BudgetError: prompt and spans take more than `max_entries`.
+        BudgetError: the pieces take more than `max_entries` rows.
     """
-    segments, row = [], n_prompt
-    for ref in arrange(refs):
-        segments.append(Segment(ref=ref, row=row, position=row))
-        row += len(ref)
-    if max_entries is not None and row > max_entries:
+    first_span = next((i for i, p in enumerate(pieces) if isinstance(p, SpanRef)), None)
+    head: tuple[int, ...] = ()
+    if first_span is not None:
+        head = tuple(i for p in pieces[:first_span] if isinstance(p, Text) for i in p.ids)
+        pieces = pieces[first_span:]
+    segments: list[Segment] = []
+    online: list[OnlineText] = []
+    row = position = len(head)
+    for piece in pieces:
+        if isinstance(piece, SpanRef):
+            segments.append(Segment(ref=piece, row=row, position=position))
+            row += len(piece)
+        elif piece.ids:
+            online.append(OnlineText(ids=piece.ids, position=position))
+        position += len(piece)
+    if max_entries is not None and position > max_entries:
+        n_spans = row - len(head)
         raise BudgetError(
-            f"{row - n_prompt} span entries and {n_prompt} prompt entries exceed the budget of "
-            f"{max_entries}: retrieve fewer spans, or raise the budget"
+            f"{n_spans} span entries and {position - n_spans} tokens of other text exceed the "
+            f"budget of {max_entries}: retrieve fewer spans, or raise the budget"
         )
-    return PrefixPlan(n_prompt=n_prompt, segments=tuple(segments), n_entries=row, length=row)
+    return PrefixPlan(
+        head=head,
+        segments=tuple(segments),
+        online=tuple(online),
+        n_entries=row,
+        length=position,
+    )
 
 
 def arrange(refs: Sequence[SpanRef]) -> list[SpanRef]:

@@ -32,7 +32,7 @@ class Timings:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Collects the parts of one answer's time. Waits for the GPU at the end of each part."""
+    """Collects the parts of one answer's time."""
 
     device: torch.device
     started: float = field(default_factory=time.perf_counter)
@@ -40,13 +40,13 @@ class Stopwatch:
     bytes_read: int = 0
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block to part `name`."""
+    def part(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Add the time of the block to part `name`; `wait` for the GPU to finish it."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            if self.device.type == "cuda":
+            if wait and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.parts[name] = self.parts.get(name, 0.0) + (time.perf_counter() - begin) * 1e3
 

@@ -192,6 +192,6 @@ def _floor(rag: CoinRAG, question: str, spans: Sequence[ScoredSpan]) -> float:
     online = rag.engine.prompt.tail(question)
     prefix, _ = rag.engine.compose([span.ref for span in spans], room=len(online) + 1)
     watch = Stopwatch(rag.engine.model.device)
-    for _ in generate(rag.engine.model, prefix, online, _ONE_TOKEN, watch):
+    for _ in generate(rag.engine.model, prefix, [online], _ONE_TOKEN, watch):
         pass
     return watch.timings().ttft_ms

@@ -11,21 +11,17 @@ from hypothesis import strategies as st
 
 from coinrag_integrations.engine import hf
 from coinrag_integrations.engine.encoder import batches, encode
-from coinrag_integrations.engine.kernels import reference
 from coinrag_integrations.engine.prefix import empty_kv
 from coinrag_integrations.errors import BudgetError
-from tests.tiny import SUPPORTED, forward, own_kv, supported_model, tiny_model
+from tests.tiny import SUPPORTED, forward, own_kv, placed, supported_model, tiny_model
 
 CPU = torch.device("cpu")
 FEW = settings(deadline=None, max_examples=25)
 token_ids = st.lists(st.integers(0, 511), min_size=1, max_size=40)
 
 
-def placed(model, entries: torch.Tensor, start: int) -> torch.Tensor:
-    out = empty_kv(model.layout, len(entries), CPU)
-    positions = range(start, start + len(entries))
-    reference.place(entries.contiguous(), *model.rope.angles(positions, CPU), out)
-    return out
+def placed_at(model, entries: torch.Tensor, start: int) -> torch.Tensor:
+    return placed(model, entries, range(start, start + len(entries)))
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -33,7 +29,7 @@ def placed(model, entries: torch.Tensor, start: int) -> torch.Tensor:
 @given(ids=token_ids, offset=st.integers(0, 2000))
 def test_entries_placed_at_an_offset_are_the_models_own_there(name, ids, offset):
     model = supported_model(name)
-    ours = placed(model, encode(model, [ids])[0], offset)
+    ours = placed_at(model, encode(model, [ids])[0], offset)
     theirs = own_kv(model.hf, ids, offset)
     # transformers takes its angles in fp32: at 2,000 they are off by 1e-4, which attention amplifies
     # from layer to layer. A wrong position gives an error of about 1.
@@ -48,7 +44,7 @@ def test_entries_placed_at_an_offset_are_the_models_own_there(name, ids, offset)
 def test_entries_placed_at_another_offset_are_not_the_models_own(name):
     model = supported_model(name)
     ids = list(range(3, 30))
-    wrong = placed(model, encode(model, [ids])[0], 100)
+    wrong = placed_at(model, encode(model, [ids])[0], 100)
     assert (wrong[:, 0] - own_kv(model.hf, ids, 101)[:, 0]).abs().max() > 0.1
 
 
@@ -68,16 +64,16 @@ def test_a_padded_batch_equals_encoding_one_by_one(name, sequences):
 def test_a_padded_batch_behind_a_prefix_equals_one_forward_pass(name):
     model = supported_model(name)
     head, sequences = list(range(40, 59)), [list(range(5, 30)), [7, 8, 9], list(range(90, 101))]
-    behind = placed(model, encode(model, [head])[0], 0)
+    behind = placed_at(model, encode(model, [head])[0], 0)
     for entries, ids in zip(encode(model, sequences, behind), sequences, strict=True):
-        theirs = own_kv(model.hf, [*head, *ids])[:, :, :, len(head) :]
-        ours = placed(model, entries, len(head))
+        theirs = own_kv(model.hf, [*head, *ids])[..., len(head) :, :]
+        ours = placed_at(model, entries, len(head))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
 def test_sequences_do_not_change_the_prefix_they_are_encoded_behind():
     model = supported_model("llama")
-    behind = placed(model, encode(model, [[4, 5, 6]])[0], 0)
+    behind = placed_at(model, encode(model, [[4, 5, 6]])[0], 0)
     before = behind.clone()
     encode(model, [[7, 8], [9]], behind)
     assert torch.equal(behind, before)
@@ -93,7 +89,7 @@ def test_no_sequences_and_empty_sequences_are_encoded_to_nothing():
 
 def test_a_chunk_longer_than_the_window_is_refused_with_the_numbers():
     model = tiny_model(max_position_embeddings=64)
-    behind = placed(model, encode(model, [[1] * 10])[0], 0)
+    behind = placed_at(model, encode(model, [[1] * 10])[0], 0)
     with pytest.raises(BudgetError, match=r"55 tokens behind 10 prompt tokens.* window of 64"):
         encode(model, [[1] * 55], behind)
     assert len(encode(model, [[1] * 54], behind)[0]) == 54

@@ -20,7 +20,7 @@ from coinrag_integrations.errors import (
     SpanError,
 )
 from coinrag_integrations.types import ChunkId, Document, Nugget, Span, SpanRef
-from tests.tiny import SUPPORTED, TEXT, fill, forward, supported_model, tiny_model
+from tests.tiny import SUPPORTED, TEXT, cache_of, fill, forward, supported_model, tiny_model
 
 WHO = "Who built the tidal organ?"
 SHORT = GenerationConfig(max_new_tokens=8)
@@ -43,7 +43,7 @@ def test_a_whole_chunk_encoded_after_the_prompt_gives_the_logits_of_full_prefill
         (chunk,) = fill(engine)
         tail = engine.prompt.tail(WHO)
         prefix, recomputed = engine.compose([chunk.ref()])
-        ours = forward(model.hf, tail, prefix.cache(len(tail)))
+        ours = forward(model.hf, tail, cache_of(prefix, len(tail)))
         theirs = forward(model.hf, [*engine.prompt.head, *chunk.token_ids, *tail])[-len(tail) :]
     assert recomputed == ()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -71,16 +71,16 @@ def test_a_chunk_encoded_alone_does_not_see_the_prompt(tmp_path):
         kv_after = after.compose([same.ref()])[0].kv
     assert same == chunk
     n = len(alone.prompt.head)
-    torch.testing.assert_close(kv_alone[:, :, :, :n], kv_after[:, :, :, :n])
+    torch.testing.assert_close(kv_alone[..., :n, :], kv_after[..., :n, :])
     # The first layer sees no context; the deeper ones do.
     torch.testing.assert_close(kv_alone[0], kv_after[0], rtol=1e-4, atol=1e-4)
-    assert (kv_alone[1:, :, :, n:] - kv_after[1:, :, :, n:]).abs().max() > 0.1
+    assert (kv_alone[1:, ..., n:, :] - kv_after[1:, ..., n:, :]).abs().max() > 0.1
 
 
 def test_a_span_of_a_chunk_has_seen_the_text_before_it(engine):
     chunk = fill(engine)[0]
     span = chunk.ref(Span(10, 20))
-    ours = engine.compose([span])[0].kv[:, 1, :, len(engine.prompt.head) :]
+    ours = engine.compose([span])[0].kv[:, 1, 0, :, len(engine.prompt.head) :]
     alone = dataclasses.replace(chunk, token_ids=chunk.token_ids[10:20])
     ((_, blind),) = engine.encode([alone])
     assert (ours[-1] - blind.permute(1, 2, 3, 0, 4)[-1, 1]).abs().max() > 0.1
@@ -205,7 +205,8 @@ def test_many_threads_may_ask_one_engine(engine):
 def test_without_spans_the_model_answers_from_the_prompt_alone(engine):
     answer = engine.answer(WHO, [], SHORT)
     assert answer.spans == ()
-    assert answer.usage.cached == len(engine.prompt.head)
+    assert answer.usage.cached == 0
+    assert answer.usage.online == len(engine.prompt.head) + len(engine.prompt.tail(WHO))
 
 
 def damage(engine, chunk, how: str) -> None:
@@ -359,7 +360,9 @@ def test_more_spans_than_the_budget_are_refused_with_the_numbers(tmp_path):
     with open_engine(tmp_path, max_entries=100) as engine:
         chunks = fill(engine, TEXT * 3)
         n = len(engine.prompt.head)
-        with pytest.raises(BudgetError, match=rf"{n} prompt entries exceed the budget of 100"):
+        with pytest.raises(
+            BudgetError, match=rf"{n} tokens of other text exceed the budget of 100"
+        ):
             engine.answer(WHO, [c.ref() for c in chunks])
         assert engine.answer(WHO, [chunks[0].ref(Span(0, 3))]).usage.cached == n + 3
 

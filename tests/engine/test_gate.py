@@ -30,7 +30,9 @@ def test_supported_models_pass_in_16_bits(name, dtype):
 
 
 def tampered(model, **changes):
-    return dataclasses.replace(model, rope=dataclasses.replace(model.rope, **changes))
+    (rotary,) = model.rope.rotaries
+    wrong = dataclasses.replace(model.rope, rotaries=(dataclasses.replace(rotary, **changes),))
+    return dataclasses.replace(model, rope=wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -49,7 +51,7 @@ def tampered(model, **changes):
 def test_a_tampered_rotation_is_refused(change, dtype, tmp_path):
     options = {} if dtype is torch.float32 else {"initializer_range": 0.1}
     model = tiny_model(dtype=dtype, **options)
-    wrong = tampered(model, **change(model.rope))
+    wrong = tampered(model, **change(model.rope.rotaries[0]))
     with pytest.raises(UnsupportedModelError):
         gate.check(wrong, place)
     with pytest.raises(UnsupportedModelError):
@@ -58,16 +60,24 @@ def test_a_tampered_rotation_is_refused(change, dtype, tmp_path):
 
 
 def test_a_wrong_kernel_is_refused():
-    def shifted(staged, cos, sin, out, start=0):
-        place(staged, cos.roll(1, 0), sin.roll(1, 0), out, start)
+    def shifted(staged, rotation, out, slots):
+        angles = {"cos": rotation.cos.roll(1, 1), "sin": rotation.sin.roll(1, 1)}
+        place(staged, dataclasses.replace(rotation, **angles), out, slots)
 
-    def unturned(staged, cos, sin, out, start=0):
-        place(staged, torch.ones_like(cos), torch.zeros_like(sin), out, start)
+    def unturned(staged, rotation, out, slots):
+        angles = {"cos": torch.ones_like(rotation.cos), "sin": torch.zeros_like(rotation.sin)}
+        place(staged, dataclasses.replace(rotation, **angles), out, slots)
 
-    def swapped(staged, cos, sin, out, start=0):
-        place(staged.flip(2), cos, sin, out, start)
+    def interleaved(staged, rotation, out, slots):
+        place(staged, dataclasses.replace(rotation, interleaved=True), out, slots)
 
-    for wrong in (shifted, unturned, swapped):
+    def swapped(staged, rotation, out, slots):
+        place(staged.flip(2), rotation, out, slots)
+
+    def reordered(staged, rotation, out, slots):
+        place(staged, rotation, out, slots.flip(0))
+
+    for wrong in (shifted, unturned, interleaved, swapped, reordered):
         with pytest.raises(UnsupportedModelError, match="composed KV differs"):
             gate.check(supported_model("llama"), wrong)
 

@@ -10,35 +10,25 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.engine.generation import (
     GenerationConfig,
     check_room,
     generate,
 )
-from coinrag_integrations.engine.kernels import reference
 from coinrag_integrations.engine.plan import PrefixPlan
-from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.text import StopText
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.errors import BudgetError, ConfigError
-from tests.tiny import SUPPORTED, supported_model, tiny_model
+from tests.tiny import SUPPORTED, cache_of, prefix_of, supported_model, tiny_model
 
 CPU = torch.device("cpu")
 HEAD, QUESTION = list(range(20, 45)), [7, 301, 44, 90]
-PLAN = PrefixPlan(n_prompt=0, segments=(), n_entries=len(HEAD), length=len(HEAD))
-
-
-def prefix_of(model, room: int = 0) -> Prefix:
-    kv = empty_kv(model.layout, len(HEAD) + room, CPU)
-    entries = encode(model, [HEAD])[0]
-    reference.place(entries, *model.rope.angles(range(len(HEAD)), CPU), kv)
-    return Prefix(kv=kv, n_entries=len(HEAD), plan=PLAN)
 
 
 def decode(model, prefix=None, question=QUESTION, **options) -> list[int]:
-    prefix = prefix or prefix_of(model)
-    return list(generate(model, prefix, question, GenerationConfig(**options), Stopwatch(CPU)))
+    prefix = prefix or prefix_of(model, HEAD)
+    config = GenerationConfig(**options)
+    return [token for (token,) in generate(model, prefix, [question], config, Stopwatch(CPU))]
 
 
 @pytest.mark.parametrize("room", [0, 64])
@@ -48,7 +38,7 @@ def test_greedy_decoding_is_that_of_transformers(name, room):
     theirs = model.hf.generate(
         torch.tensor([[*HEAD, *QUESTION]]), do_sample=False, max_new_tokens=24
     )
-    ours = decode(model, prefix_of(model, room), max_new_tokens=24)
+    ours = decode(model, prefix_of(model, HEAD, room), max_new_tokens=24)
     assert ours == theirs[0, len(HEAD) + len(QUESTION) :].tolist()
 
 
@@ -57,7 +47,7 @@ def test_transformers_itself_can_generate_from_a_prefix(name):
     model = supported_model(name)
     ids = torch.tensor([[*HEAD, *QUESTION]])
     plain = model.hf.generate(ids, do_sample=False, max_new_tokens=12)
-    cache = prefix_of(model).cache(len(QUESTION) + 12)
+    cache = cache_of(prefix_of(model, HEAD), len(QUESTION) + 12)
     ours = model.hf.generate(ids, do_sample=False, max_new_tokens=12, past_key_values=cache)
     assert torch.equal(ours, plain)
 
@@ -80,7 +70,7 @@ def test_as_many_tokens_are_decoded_as_asked_for():
 
 def test_two_questions_to_one_prefix_are_answered_as_to_fresh_ones():
     model, questions = supported_model("llama"), [QUESTION, [3, 3], list(range(200, 230))]
-    shared = prefix_of(model, room=64)
+    shared = prefix_of(model, HEAD, room=64)
     alone = [decode(model, question=q, max_new_tokens=16) for q in questions]
     assert [decode(model, shared, q, max_new_tokens=16) for q in questions] == alone
 
@@ -112,7 +102,8 @@ def test_sampling_narrowed_to_the_best_token_is_greedy(narrow):
 def test_nothing_is_computed_before_the_first_token_and_closing_stops():
     model = dataclasses.replace(supported_model("llama"), stop_ids=frozenset())
     watch = Stopwatch(CPU)
-    tokens = generate(model, prefix_of(model), QUESTION, GenerationConfig(max_new_tokens=9), watch)
+    config = GenerationConfig(max_new_tokens=9)
+    tokens = generate(model, prefix_of(model, HEAD), [QUESTION], config, watch)
     assert watch.parts == {}
     next(tokens)
     assert set(watch.parts) == {"prefill", "ttft"}
@@ -124,9 +115,10 @@ def test_nothing_is_computed_before_the_first_token_and_closing_stops():
 
 def test_what_the_window_cannot_hold_is_refused_with_the_numbers():
     model = tiny_model(max_position_embeddings=64)
-    check_room(model, 40, 14, 10)
-    with pytest.raises(BudgetError, match=r"40 cached entries, 15 question .* 10 answer .* of 64"):
-        check_room(model, 40, 15, 10)
+    plan = PrefixPlan(head=(1,) * 40, segments=(), online=(), n_entries=40, length=40)
+    check_room(model, plan, 14, 10)
+    with pytest.raises(BudgetError, match=r"40 cached entries, 15 online .* 10 answer .* of 64"):
+        check_room(model, plan, 15, 10)
     with pytest.raises(BudgetError):
         decode(model, question=[1] * 30, max_new_tokens=10)
 

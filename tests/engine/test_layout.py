@@ -11,9 +11,9 @@ from coinrag_integrations.errors import ConfigError
 def test_sizes_agree_with_tensors_of_those_shapes(dtype):
     layout = KVLayout(n_layers=3, n_kv_heads=2, head_dim=16, dtype=dtype)
     staged = torch.empty(layout.staged(7), dtype=dtype)
-    prefix = torch.empty(layout.prefix(7), dtype=dtype)
+    prefix = torch.empty(layout.prefixes(1, 7), dtype=dtype)
     assert staged.nbytes == prefix.nbytes == 7 * layout.bytes_per_entry
-    assert staged.permute(1, 2, 3, 0, 4).shape == prefix.shape
+    assert staged.permute(1, 2, 3, 0, 4)[:, :, None].shape == prefix.shape
 
 
 def test_the_sizes_of_known_models():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine.plan import PrefixPlan, Segment, arrange, merge, plan_prefix
+from coinrag_integrations.engine.plan import PrefixPlan, Segment, Text, arrange, merge, plan_prefix
 from coinrag_integrations.errors import BudgetError
 from coinrag_integrations.types import ChunkId, Span, SpanRef
 
@@ -60,53 +60,96 @@ def test_chunks_come_in_the_order_of_their_first_span_and_spans_in_the_order_of_
     assert arranged == expected
 
 
+heads = st.integers(0, 30).map(lambda n: Text(tuple(range(n))))
+pieces = st.lists(
+    st.one_of(
+        refs.filter(bool).map(lambda many: many[0]),
+        st.integers(0, 6).map(lambda n: Text(tuple(range(n)))),
+    ),
+    max_size=12,
+)
+
+
 @MANY
-@given(refs, st.integers(0, 30))
-def test_positions_are_contiguous_and_end_right_before_the_question(many, n_prompt):
-    plan = plan_prefix(many, n_prompt=n_prompt)
-    assert plan.positions().tolist() == list(range(plan.n_entries))
-    assert plan.length == plan.n_entries == n_prompt + len(tokens(many))
-    assert plan.n_entries - plan.n_prompt == len(tokens(many))
+@given(refs, heads)
+def test_positions_are_contiguous_and_end_right_before_the_question(many, head):
+    plan = plan_prefix([head, *many])
+    n_spans = sum(map(len, many))
+    assert plan.refs == tuple(many)
+    assert plan.length == plan.n_rows == len(head) + n_spans
+    assert [*plan.positions(), *plan.online_positions()] == list(range(plan.length))
     rows = [r for s in plan.segments for r in range(s.row, s.row + len(s.ref))]
-    assert rows == list(range(n_prompt, plan.n_entries))
+    assert rows == list(range(len(plan.head), plan.n_entries))
 
 
 @MANY
-@given(refs, st.integers(0, 30))
-def test_a_budget_is_kept_to_the_entry(many, n_prompt):
-    needed = plan_prefix(many, n_prompt=n_prompt).n_entries
-    assert plan_prefix(many, n_prompt=n_prompt, max_entries=needed).n_entries == needed
+@given(pieces)
+def test_pieces_in_any_order_take_every_position_once_and_in_order(many):
+    plan = plan_prefix(many)
+    spans = [p for p in many if isinstance(p, SpanRef)]
+    assert plan.refs == tuple(spans)
+    assert sorted([*plan.positions(), *plan.online_positions()]) == list(range(plan.length))
+    # Which token stands where, by the plan and by going through the pieces.
+    found = dict(zip(plan.online_positions(), plan.online_ids, strict=True))
+    found |= {s.position + i: (s.ref, i) for s in plan.segments for i in range(len(s.ref))}
+    found |= dict(enumerate(plan.head))
+    expected = [
+        token
+        for p in many
+        for token in (p.ids if isinstance(p, Text) else [(p, i) for i in range(len(p))])
+    ]
+    assert [found[i] for i in range(plan.length)] == expected
+
+
+@MANY
+@given(pieces)
+def test_the_head_is_the_text_before_the_first_span_and_no_other(many):
+    plan = plan_prefix(many)
+    first = next((i for i, p in enumerate(many) if isinstance(p, SpanRef)), 0)
+    assert plan.head == tuple(i for p in many[:first] for i in p.ids)
+    assert plan.n_online == sum(len(p) for p in many[first:] if isinstance(p, Text))
+    assert plan.n_entries == plan.length - plan.n_online
+
+
+@MANY
+@given(refs, heads)
+def test_a_budget_is_kept_to_the_entry(many, head):
+    needed = plan_prefix([head, *many]).n_rows
+    assert plan_prefix([head, *many], max_entries=needed).n_rows == needed
     with pytest.raises(BudgetError):
-        plan_prefix(many, n_prompt=n_prompt, max_entries=needed - 1)
+        plan_prefix([head, *many], max_entries=needed - 1)
 
 
 def test_the_budget_error_says_all_three_numbers():
     with pytest.raises(
-        BudgetError, match=r"25 span entries and 7 prompt .* budget of 31: retrieve"
+        BudgetError, match=r"25 span entries and 7 tokens of other .* budget of 31: retrieve"
     ):
-        plan_prefix([SpanRef(ChunkId("a"), 5, 30)], n_prompt=7, max_entries=31)
+        plan_prefix([Text((1,) * 7), SpanRef(ChunkId("a"), 5, 30)], max_entries=31)
 
 
-def test_no_spans_leave_the_prompt_alone():
-    plan = plan_prefix([], n_prompt=3)
-    assert (plan.segments, plan.n_entries, plan.positions().tolist()) == ((), 3, [0, 1, 2])
+def test_no_spans_leave_the_text_to_be_computed():
+    plan = plan_prefix([Text((7, 8)), Text(()), Text((9,))])
+    assert (plan.head, plan.segments, plan.n_entries) == ((), (), 0)
+    assert plan.online_ids == (7, 8, 9)
+    assert plan.online_positions().tolist() == [0, 1, 2]
+    assert plan.positions().tolist() == []
 
 
 @MANY
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=6), st.integers(0, 9))
 def test_with_gaps_the_last_positions_lie_left_of_the_question_and_distances_are_kept(parts, tail):
-    n_prompt, segments, row, logical = 4, [], 4, 4
+    segments, row, logical = [], 4, 4
     for length, gap in parts:
         logical += gap
         segments.append(Segment(ref=SpanRef(ChunkId("a"), 0, length), row=row, position=logical))
         row, logical = row + length, logical + length
     plan = PrefixPlan(
-        n_prompt=n_prompt, segments=tuple(segments), n_entries=row, length=logical + tail
+        head=(1,) * 4, segments=tuple(segments), online=(), n_entries=row, length=logical + tail
     )
     positions = plan.positions()
     # Distance from each entry to the question: the same by either ruler.
-    logical_of_rows = [*range(n_prompt)]
+    logical_of_rows = [*range(4)]
     for s in segments:
         logical_of_rows += range(s.position, s.position + len(s.ref))
-    assert (plan.n_entries - positions).tolist() == [plan.length - p for p in logical_of_rows]
-    assert positions.max() <= plan.n_entries - 1 - tail
+    assert (plan.n_rows - positions).tolist() == [plan.length - p for p in logical_of_rows]
+    assert positions.max() <= plan.n_rows - 1 - tail

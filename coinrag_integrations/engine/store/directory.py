@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -40,6 +41,17 @@ from coinrag_integrations.types import ChunkId, Span, SpanRef
 
 _MAX_HEADERS = 65_536
 _CHUNK_ID = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRead:
+    """Spans that are being read."""
+
+    futures: tuple[Future[dict[int, StoreError]], ...]
+
+    def wait(self) -> dict[int, StoreError]:
+        """Wait for all of them; the errors by index, as `KVStore.read` gives them."""
+        return {i: error for future in self.futures for i, error in future.result().items()}
 
 
 class KVStore:
@@ -123,6 +135,14 @@ class KVStore:
         Raises:
             ValueError: `out` has another shape than the spans need.
         """
+        return self.start_read(refs, out).wait()
+
+    def start_read(self, refs: Sequence[SpanRef], out: torch.Tensor) -> PendingRead:
+        """Like `read`, but return at once; what was started first is done first.
+
+        Raises:
+            ValueError: `out` has another shape than the spans need.
+        """
         total = sum(map(len, refs))
         if out.shape != self.layout.staged(total) or not out.is_contiguous():
             raise ValueError(f"out is {tuple(out.shape)}, expected {self.layout.staged(total)}")
@@ -132,10 +152,9 @@ class KVStore:
             rows = out[row : row + len(ref)]
             jobs.setdefault(ref.chunk_id, []).append((index, Span(ref.start, ref.stop), rows))
             row += len(ref)
-        futures: list[Future[dict[int, StoreError]]] = [
-            self._pool.submit(self._read_chunk, chunk_id, job) for chunk_id, job in jobs.items()
-        ]
-        return {index: error for f in futures for index, error in f.result().items()}
+        return PendingRead(
+            tuple(self._pool.submit(self._read_chunk, id_, job) for id_, job in jobs.items())
+        )
 
     def delete(self, chunk_id: ChunkId) -> bool:
         """Remove a chunk's file; whether there was one.

@@ -1,9 +1,8 @@
-"""What load and compose cost, against the bytes they move. No model: random KV of a real layout.
+"""What reading spans costs, against the bytes it moves. No model: random KV of a real layout.
 
-Rows: `read` (verified spans out of the store), `pread` (the same bytes, unverified: the floor),
-`place` (rotate and transpose), `transpose` (the same copy without rotation: the floor). Warm rows
-find the files in the page cache, cold ones have just had them dropped from it. The last line of
-stdout is one JSON object.
+Rows: `read` (verified spans out of the store) and `pread` (the same bytes, unverified: the floor).
+Warm rows find the files in the page cache, cold ones have just had them dropped from it. The last
+line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from coinrag_integrations.engine.fingerprint import Fingerprint
-from coinrag_integrations.engine.kernels import choose_kernels
 from coinrag_integrations.engine.layout import KVLayout
-from coinrag_integrations.engine.prefix import empty_kv
-from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.engine.store import KVStore
 from coinrag_integrations.evaluation.ttft import Spread, describe_machine
 from coinrag_integrations.types import ChunkId, Span, SpanRef
@@ -42,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layout", default="smollm2-135m", choices=sorted(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    layout, device = LAYOUTS[options.layout], torch.device("cpu")
+    layout = LAYOUTS[options.layout]
     results: dict[str, dict[str, Spread]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="coinrag-bench-") as folder,
@@ -59,7 +54,7 @@ def main() -> None:
                 for chunk_id in ids[:n_chunks]
                 for i in range(n_spans)
             ]
-            results[name] = _measure(store, refs, device, options.rounds)
+            results[name] = _measure(store, refs, options.rounds)
     for name, rows in results.items():
         for row, spread in rows.items():
             print(f"{name:8}{row:12}{spread.p50:9.2f} ms P50{spread.p99:9.2f} ms P99")
@@ -75,26 +70,18 @@ def main() -> None:
                     for name, rows in results.items()
                 },
                 "rounds": options.rounds,
-                "machine": describe_machine(device),
+                "machine": describe_machine(torch.device("cpu")),
             }
         )
     )
 
 
-def _measure(
-    store: KVStore, refs: list[SpanRef], device: torch.device, rounds: int
-) -> dict[str, Spread]:
+def _measure(store: KVStore, refs: list[SpanRef], rounds: int) -> dict[str, Spread]:
     n_entries, layout = sum(map(len, refs)), store.layout
     staged = torch.empty(layout.staged(n_entries), dtype=layout.dtype)
-    out = empty_kv(layout, n_entries, device)
-    rope = RopeTable(inv_freq=tuple(1e5 ** (-np.arange(0, 1, 2 / layout.head_dim))))
-    cos, sin = rope.angles(range(n_entries), device)
-    place = choose_kernels("auto", device).place
     rows: dict[str, Callable[[], object]] = {
         "read": lambda: store.read(refs, staged),
         "pread": lambda: _pread(store, refs, staged),
-        "place": lambda: place(staged, cos, sin, out, 0),
-        "transpose": lambda: out.copy_(staged.permute(1, 2, 3, 0, 4)),
     }
     spreads = {name: Spread.of(_times(step, rounds)) for name, step in rows.items()}
     spreads["read cold"] = Spread.of(

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench compat clean
+.PHONY: demo test check bench kernels compat clean
 
 demo: $(VENV)/.demo
 	$(BIN)/coinrag demo
@@ -22,12 +22,19 @@ bench: $(VENV)/.demo
 	$(BIN)/coinrag bench ttft
 	$(BIN)/python benchmarks/bench_build.py
 	$(BIN)/python benchmarks/bench_read.py
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/bench_ttft.py
+
+# Kernel tests, ahead-of-time compilation, speed; the last line is one JSON object.
+kernels: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/engine/kernels
+	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/bench_place.py
+	$(BIN)/python -m benchmarks.report_kernels
 
 # The same engine tests on the newest transformers, in an environment of its own.
 compat:
 	$(PYTHON) -m venv $(VENV)-compat
 	$(VENV)-compat/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)-compat/bin/python -m pip install --quiet -e . 'transformers==5.24.0' pytest pytest-timeout pytest-asyncio hypothesis
+	$(VENV)-compat/bin/python -m pip install --quiet -e . 'transformers==5.24.0' numba pytest pytest-timeout pytest-asyncio hypothesis
 	$(VENV)-compat/bin/python -m pytest tests/engine
 
 clean:

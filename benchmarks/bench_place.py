@@ -4,6 +4,9 @@ Rows: `copy` (one flat copy of the staged entries: the floor), `place` from bf16
 and 4 bits, and `naive`, the chain of torch operations that one would write first. Each round
 measures every row once, so that noise hits all alike. Bytes are those read and written. The last
 line of stdout is one JSON object.
+
+On a CPU, run it with OMP_WAIT_POLICY=passive: otherwise torch's threads go on spinning for milliseconds
+after a row, on the cores that the next row needs.
 """
 
 from __future__ import annotations
@@ -152,8 +155,6 @@ def _times(
 
 
 def _timed(step: Callable[[], object]) -> float:
-    """After a pause: torch's threads hold their cores for some milliseconds after every operation."""
-    time.sleep(0.01)
     begin = time.perf_counter()
     step()
     return (time.perf_counter() - begin) * 1e3

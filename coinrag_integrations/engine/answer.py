@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from coinrag_integrations.engine.composer import Composed
 from coinrag_integrations.engine.generation import FinishReason, GenerationConfig, generate
 from coinrag_integrations.engine.model import LoadedModel
+from coinrag_integrations.engine.runner import StaticRunners
 from coinrag_integrations.engine.text import StopText, TrimmedText
 from coinrag_integrations.engine.timings import Stopwatch, Timings
 from coinrag_integrations.types import SpanRef
@@ -82,16 +83,22 @@ class AnswerBatch:
         questions: Sequence[Sequence[int]],
         generation: GenerationConfig,
         watch: Stopwatch,
+        static: StaticRunners | None = None,
     ) -> None:
         """Nothing is computed before the first piece is asked for."""
         self._model, self._composed, self._questions = model, composed, questions
-        self._generation, self._watch = generation, watch
+        self._generation, self._watch, self._static = generation, watch, static
         self._writers = [_Writer(model, generation) for _ in questions]
 
     def run(self) -> Generator[list[str]]:
         """The next piece of each answer's text, perhaps empty, until all have ended."""
         steps = generate(
-            self._model, self._composed.prefix, self._questions, self._generation, self._watch
+            self._model,
+            self._composed.prefix,
+            self._questions,
+            self._generation,
+            self._watch,
+            self._static,
         )
         for tokens in steps:
             yield [

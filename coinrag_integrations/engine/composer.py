@@ -26,7 +26,7 @@ Recompute = Callable[[ChunkId, StoreError], torch.Tensor]
 # On a GPU, spans are read, copied and placed in pieces of this size, so that the three overlap: large
 # enough for the bus to run at full speed, small enough that the last piece is soon done. Staged entries
 # are not cut by layer: a layer of them is not contiguous, and copying it would need another buffer.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from coinrag_integrations.engine.composer import OnMiss
 from coinrag_integrations.engine.encoder import Context
 from coinrag_integrations.engine.kernels import Implementation
 from coinrag_integrations.engine.prompt import PromptTemplate
+from coinrag_integrations.engine.runner import Execution
 from coinrag_integrations.errors import ConfigError
 
 Coverage = Literal["nuggets", "all"]
@@ -23,6 +24,8 @@ class EngineConfig:
     lets them see its head, which then is part of the fingerprint. `coverage` "nuggets" stores only
     the tokens of nuggets, "all" stores every token. `max_entries` bounds a prefix (None: the
     model's window does). `on_miss` says what happens when a span's KV is missing or corrupt.
+    `execution` "compiled" runs questions and answers through `torch.compile` (tens of seconds the
+    first time, needs a C++ compiler on a CPU), "graph" as CUDA graphs.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -32,6 +35,7 @@ class EngineConfig:
     max_entries: int | None = None
     batch_tokens: int = 2048
     kernels: Implementation = "auto"
+    execution: Execution = "eager"
     prompt: PromptTemplate = field(default_factory=PromptTemplate)
 
     def __post_init__(self) -> None:
@@ -40,6 +44,7 @@ class EngineConfig:
             ("context", self.context, ("alone", "after_prompt")),
             ("coverage", self.coverage, ("nuggets", "all")),
             ("on_miss", self.on_miss, ("recompute", "raise")),
+            ("execution", self.execution, ("eager", "compiled", "graph")),
             ("kernels", self.kernels, ("auto", "torch", "numba", "triton")),
         ):
             if value not in known:

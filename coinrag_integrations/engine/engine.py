@@ -25,6 +25,7 @@ from coinrag_integrations.engine.plan import Piece, PrefixPlan, Text, arrange, m
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt import build_prompt
 from coinrag_integrations.engine.prompt_cache import PromptCache
+from coinrag_integrations.engine.runner import StaticRunners
 from coinrag_integrations.engine.store import Catalog, KVStore
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.upload import Uploader
@@ -70,6 +71,12 @@ class Engine:
             prompts=self._prompts,
             uploader=Uploader.of(model.device),
         )
+        execution = self.config.execution
+        if execution == "graph" and model.device.type != "cuda":
+            raise ConfigError(
+                f"execution='graph' needs a GPU, the model is on {model.device}: use 'eager'"
+            )
+        self._static = None if execution == "eager" else StaticRunners(model, execution)
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
     @cached_property
@@ -167,10 +174,11 @@ class Engine:
         Raises:
             BudgetError: spans, question and answer do not fit.
         """
+        watch = Stopwatch(self.model.device)
         requests = [(self.plan(refs), self.prompt.tail(question)) for question, refs in questions]
         if not requests:
             return []
-        batch = self._ask(requests, generation or GenerationConfig())
+        batch = self._ask(requests, generation or GenerationConfig(), watch)
         for _ in batch.run():
             pass
         return batch.answers()
@@ -203,11 +211,12 @@ class Engine:
             ConfigError: the last piece is not text.
             BudgetError: pieces and answer do not fit.
         """
+        watch = Stopwatch(self.model.device)
         *before, last = pieces or [Text(())]
         if not isinstance(last, Text) or not last.ids:
             raise ConfigError("the last piece must be text: there is nothing to go on after")
         request = (self.plan_pieces(before), last.ids)
-        return AnswerStream(self._ask([request], generation or GenerationConfig()))
+        return AnswerStream(self._ask([request], generation or GenerationConfig(), watch))
 
     def stream_full(
         self,
@@ -253,16 +262,18 @@ class Engine:
         return placed
 
     def _ask(
-        self, requests: Sequence[tuple[PrefixPlan, Sequence[int]]], generation: GenerationConfig
+        self,
+        requests: Sequence[tuple[PrefixPlan, Sequence[int]]],
+        generation: GenerationConfig,
+        watch: Stopwatch,
     ) -> AnswerBatch:
         """Compose every plan, and be ready to answer the question behind it."""
-        watch = Stopwatch(self.model.device)
         for plan, question in requests:
             check_room(self.model, plan, len(question), generation.max_new_tokens)
         plans, questions = zip(*requests, strict=True)
         width = max(plan.n_online + len(question) for plan, question in requests)
         composed = self._compose(plans, watch, width + generation.max_new_tokens)
-        return AnswerBatch(self.model, composed, questions, generation, watch)
+        return AnswerBatch(self.model, composed, questions, generation, watch, self._static)
 
     def _compose(self, plans: Sequence[PrefixPlan], watch: Stopwatch, room: int) -> Composed:
         recompute = self._recompute if self.config.on_miss == "recompute" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -15,12 +16,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from coinrag_integrations.engine import hf
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.plan import PrefixPlan
 from coinrag_integrations.engine.prefix import Prefix
+from coinrag_integrations.engine.runner import EagerRunner, Runner, StaticRunners
 from coinrag_integrations.engine.timings import Stopwatch
-from coinrag_integrations.engine.visibility import HIDDEN, visible
+from coinrag_integrations.engine.visibility import HIDDEN
 from coinrag_integrations.errors import BudgetError, ConfigError
 
 FinishReason = Literal["stop", "length"]
@@ -74,12 +75,14 @@ def generate(
     questions: Sequence[Sequence[int]],
     config: GenerationConfig,
     watch: Stopwatch,
+    static: StaticRunners | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every answer, the last one perhaps an id that ends it, then None.
 
     One question for each of the prefix's plans. Their tokens, and the plans' online text, are
     computed in one pass, each seeing what stands before it; then one token of every answer at a
-    time. Closing the iterator stops the work.
+    time. `static` runs them compiled or as CUDA graphs; without it they run eagerly. Closing the
+    iterator stops the work.
 
     Raises:
         BudgetError: the model's window is too small.
@@ -87,34 +90,38 @@ def generate(
     for plan, question in zip(prefix.plans, questions, strict=True):
         check_room(model, plan, len(question), config.max_new_tokens)
     choosers = [_Chooser(config, model.device) for _ in questions]
-    with watch.part("prefill"):
-        ids, at = (x.to(model.device) for x in _online(prefix, questions))
-        rows = torch.cat((prefix.positions().to(model.device), at), dim=1)
-        cache = hf.prefix_cache(
-            prefix.with_room(ids.shape[1] + config.max_new_tokens), prefix.n_entries
-        )
-        positions = at.masked_fill(at == HIDDEN, 0)
-        mask = visible(rows, at, model.layer_windows)
-        tokens = _choose(choosers, hf.next_logits(model.hf, ids, cache, positions, mask))
-    watch.first_token()
-    # Where it hides nothing, a mask would only cost time.
-    reach = max(plan.length + len(q) for plan, q in zip(prefix.plans, questions, strict=True))
-    nearest = min((w for w in model.layer_windows if w is not None), default=inf)
-    has_holes = bool((rows == HIDDEN).any())
     ended = [False] * len(questions)
-    for n_generated in range(1, config.max_new_tokens):
+    ids, at = _online(prefix, questions)
+    with ExitStack() as stack:
+        with watch.part("prefill"):
+            runner = _runner(stack, model, prefix, ids.shape[1], config.max_new_tokens, static)
+            tokens = _choose(choosers, runner.run(ids, at))
+        watch.first_token()
+        for _ in range(1, config.max_new_tokens):
+            yield _open(tokens, ended)
+            ended = [e or token in model.stop_ids for token, e in zip(tokens, ended, strict=True)]
+            if all(ended):
+                return
+            with watch.part("decode"):
+                at = at[:, -1:] + 1
+                tokens = _choose(choosers, runner.run(torch.tensor(tokens)[:, None], at))
         yield _open(tokens, ended)
-        ended = [end or token in model.stop_ids for token, end in zip(tokens, ended, strict=True)]
-        if all(ended):
-            return
-        with watch.part("decode"):
-            at = at[:, -1:] + 1
-            rows = torch.cat((rows, at), dim=1)
-            hides = has_holes or reach + n_generated > nearest
-            seen = visible(rows, at, model.layer_windows) if hides else None
-            ids = torch.tensor(tokens, device=model.device)[:, None]
-            tokens = _choose(choosers, hf.next_logits(model.hf, ids, cache, at, seen))
-    yield _open(tokens, ended)
+
+
+def _runner(
+    stack: ExitStack,
+    model: LoadedModel,
+    prefix: Prefix,
+    longest: int,
+    n_new: int,
+    static: StaticRunners | None,
+) -> Runner:
+    """A static runner if there is one free, else an eager one."""
+    if static is not None:
+        runner = stack.enter_context(static.borrow(prefix, longest, n_new))
+        if runner is not None:
+            return runner
+    return EagerRunner(model, prefix, longest + n_new)
 
 
 def _online(

@@ -28,6 +28,7 @@ __all__ = [
     "next_logits",
     "observe_keys",
     "prefix_cache",
+    "static_cache",
 ]
 
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -69,6 +70,38 @@ def prefix_cache(kv: torch.Tensor, length: int) -> Cache:
     return Cache(layers=[_PrefixLayer(k, v, length) for k, v in kv.unbind(0)])
 
 
+class _StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a buffer of fixed shape: rows are written where a tensor says, all are returned."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, row: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.row = keys, values, row  # [B, H, N, D], row [m] int64
+        self.device, self.dtype = keys.device, keys.dtype
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(2, self.row, key_states)
+        self.values.index_copy_(2, self.row, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+def static_cache(kv: Sequence[torch.Tensor], row: torch.Tensor) -> Cache:
+    """Buffers of fixed shape as a cache that always returns all of their rows.
+
+    kv: keys and values of each layer in turn, 2L tensors [B, H, N, D]. (Not one tensor: a compiler
+    would copy all of it for every layer that writes into it.) The next m keys and values go to rows
+    `row` [m]; what may be seen is up to the mask. No shape and no Python value changes from token to
+    token, which compilers and CUDA graphs need.
+    """
+    layers = zip(kv[::2], kv[1::2], strict=True)
+    return Cache(layers=[_StaticLayer(keys, values, row) for keys, values in layers])
+
+
 def next_logits(
     model: PreTrainedModel,
     ids: torch.Tensor,
@@ -90,7 +123,7 @@ def next_logits(
         arguments["position_ids"] = positions
     if visible is not None:
         arguments["attention_mask"] = _attention_mask(model, visible)
-    with torch.inference_mode():
+    with torch.no_grad():  # inference_mode cannot be compiled
         logits = model(ids, use_cache=True, logits_to_keep=1, **arguments).logits
     return logits[:, -1].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
 
@@ -288,6 +321,7 @@ def _tap_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
             setattr(module, _ROTARY_FUNCTION, original)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _cache_argument(model: PreTrainedModel) -> str:
     """What this version of transformers calls the cache argument."""
     return _cache_argument_of(type(model).forward)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from coinrag_integrations.engine import describe
+from coinrag_integrations.engine import describe, packed
 from coinrag_integrations.engine.layout import DTYPES, KVLayout
 from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.engine.tokens import TextTokenizer
@@ -49,13 +49,18 @@ class LoadedModel:
         return torch.device(self.hf.device)
 
 
-def load_model(name: str | Path, *, dtype: DType = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    name: str | Path, *, dtype: DType = "auto", device: str = "auto", pack: bool | None = None
+) -> LoadedModel:
     """Load a local folder or a hub name.
+
+    `pack` keeps a second copy of the linear layers' weights on a CPU, laid out for short inputs (see
+    `packed`); None: where oneDNN can and the copy takes less than 2 GiB.
 
     Raises:
         ModelError: there is no such model, or it cannot be fetched or read.
         UnsupportedModelError: its attention or positions cannot be handled.
-        ConfigError: the device or dtype is not known here.
+        ConfigError: the device or dtype is not known here, or packing was asked for and cannot be.
     """
     place = choose_device(device)
     folder = Path(name).expanduser()
@@ -73,7 +78,16 @@ def load_model(name: str | Path, *, dtype: DType = "auto", device: str = "auto")
             f"cannot load the model {source!r}: {_first_line(error)}. Give a local folder, or a "
             "hub name that this machine can reach"
         ) from error
-    return describe_model(str(name), model.to(place).eval(), tokenizer)
+    described = describe_model(str(name), model.to(place).eval(), tokenizer)
+    if pack is None:
+        pack = packed.can_pack(model) and packed.packed_bytes(model) <= packed.AUTO_BYTES
+    if pack:
+        if not packed.can_pack(model):
+            raise ConfigError(
+                f"pack=True: oneDNN does not multiply {model.dtype} on {model.device}; leave it out"
+            )
+        packed.pack_linears(model)
+    return described
 
 
 def describe_model(name: str, model: PreTrainedModel, tokenizer: Tokenizer) -> LoadedModel:

@@ -7,13 +7,12 @@ of tokens that is lost in the arithmetic; with the thirty of a question it is ha
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
-
+# Above this size the second copy is not made unless it is asked for.
+AUTO_BYTES = 2 << 30
 # More tokens than this gain nothing from packing.
 MAX_TOKENS = 256
 _TYPICAL_TOKENS = 32
@@ -40,7 +39,8 @@ def packed_bytes(model: nn.Module) -> int:
 def pack_linears(model: nn.Module) -> None:
     """Let every linear layer of `model` multiply by packed weights where few tokens are given.
 
-    The parameters stay as they are; `unpack_linears` undoes it.
+    The parameters stay as they are, and are used for many tokens, for gradients and when compiled;
+    `unpack_linears` undoes it. Changing the parameters afterwards does not change what was packed.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -58,6 +58,7 @@ def unpack_linears(model: nn.Module) -> None:
 
 
 def _linear(module: nn.Linear, packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if x.numel() > MAX_TOKENS * x.shape[-1] or torch.is_grad_enabled():
+    few = x.numel() <= MAX_TOKENS * x.shape[-1]
+    if not few or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nn.functional.linear(x, module.weight, module.bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], "")  # type: ignore[no-any-return]

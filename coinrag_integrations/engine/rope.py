@@ -12,6 +12,7 @@ where (a, b) = (i, i + R/2) if pairs are half-split (Llama) and (2i, 2i + 1) if 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,17 +94,15 @@ class RopeTable:
     ) -> Rotation:
         """The angles of every position, on `device`.
 
-        Computed in float64 on the host, so long contexts lose no precision.
+        Computed in float64, so long contexts lose no precision.
         """
-        where = np.asarray(positions, dtype=np.float64)
-        turns = np.stack([np.outer(where, np.asarray(r.inv_freq)) for r in self.rotaries])
-        scaling = np.array([r.attention_scaling for r in self.rotaries])[:, None, None]
-        cos = (np.cos(turns) * scaling).astype(np.float32)
-        sin = (np.sin(turns) * scaling).astype(np.float32)
+        where = torch.as_tensor(np.asarray(positions, dtype=np.float64), device=device)
+        inv_freq, scaling, layers = _tables(self, device)
+        turns = where[:, None] * inv_freq[:, None]  # [G, T, R/2]
         return Rotation(
-            cos=torch.from_numpy(cos).to(device, non_blocking=True),
-            sin=torch.from_numpy(sin).to(device, non_blocking=True),
-            layers=torch.tensor(self.layers, dtype=torch.int32, device=device),
+            cos=(turns.cos() * scaling).float(),
+            sin=(turns.sin() * scaling).float(),
+            layers=layers,
             interleaved=self.interleaved,
         )
 
@@ -117,3 +116,17 @@ class RopeTable:
                 "interleaved": self.interleaved,
             }
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(
+    rope: RopeTable, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """inv_freq [G, R/2] and scaling [G, 1, 1] in float64, layers [L] int32: not to be written to."""
+    return (
+        torch.tensor([r.inv_freq for r in rope.rotaries], dtype=torch.float64, device=device),
+        torch.tensor(
+            [[[r.attention_scaling]] for r in rope.rotaries], dtype=torch.float64, device=device
+        ),
+        torch.tensor(rope.layers, dtype=torch.int32, device=device),
+    )

@@ -10,7 +10,14 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, Text, generation
+from coinrag_integrations.engine import (
+    Engine,
+    EngineConfig,
+    GenerationConfig,
+    Text,
+    generation,
+    runner,
+)
 from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.types import SpanRef
@@ -121,7 +128,7 @@ def test_a_windowed_model_that_could_see_everything_would_answer_differently(eng
     pieces = [chunks[0].ref(), chunks[1].ref(), Text((12, 13, 14))]
     _, found = ours(engine, pieces, monkeypatch)
     monkeypatch.setattr(
-        generation,
+        runner,
         "visible",
         lambda rows, at, windows: {24: (at[:, :, None] >= rows[:, None])[:, None]},
     )

@@ -121,3 +121,21 @@ def test_operands_that_do_not_fit_are_refused_before_a_launch(message):
     reference.place(**operands)  # these are fine
     with pytest.raises(AssertionError, match=message):
         gpu.place(**{**operands, **BAD[message]})
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    return run("answered", str(tmp_path_factory.mktemp("triton")), TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "smollm3"])
+def test_an_engine_answers_the_same_through_every_implementation(answered, family):
+    found = answered["families"][family]
+    assert len(set(found["texts"].values())) == 1
+    assert list(found["texts"]) == ["torch", "numba", "triton"]
+    assert found["texts"]["torch"]
+    assert found["furthest"] < 1e-5
+
+
+def test_the_interpreter_is_never_chosen_by_itself(answered):
+    assert answered["auto"] == "numba"

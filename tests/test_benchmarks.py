@@ -1,0 +1,34 @@
+"""Benchmarks end in one line of JSON, and their rows hold up to what they are said to be."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(monkeypatch, capsys, name: str, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_ttft_is_split_into_its_parts(monkeypatch, capsys):
+    options = ("--shape", "tiny", "--device", "cpu", "--kernels", "torch", "--decode")
+    report = run(monkeypatch, capsys, "bench_ttft.py", *options, "--tokens", "50", "--rounds", "2")
+    result = report["results"]["50"]
+    # bf16 entries of three layers with two heads of 16 dimensions, or fp32 where that is faster.
+    width = 2 if report["dtype"] == "torch.bfloat16" else 4
+    assert result["bytes"]["read"] == 50 * 3 * 2 * 2 * 16 * width
+    assert set(result["ms"]) == {
+        *("ttft", "ttft-new", "ttft-resident", "full", "read", "angles", "place", "prefill"),
+        *("token", "weights", "bytes", "decode"),
+    }
+    assert all(p50 > 0 for p50, _, _ in result["ms"].values())
+    floor = result["ms"]["weights"][0] + result["ms"]["bytes"][0]
+    assert abs(result["floor_ms"] - floor) < 0.01
+    assert result["engine_ms"]["eager"]["ttft_ms"] >= result["engine_ms"]["eager"]["prefill_ms"]

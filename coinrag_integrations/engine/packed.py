@@ -6,8 +6,6 @@ of tokens that is lost in the arithmetic; with the thirty of a question it is ha
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
@@ -47,7 +45,7 @@ def pack_linears(model: nn.Module) -> None:
             weight = torch.ops.mkldnn._reorder_linear_weight(
                 module.weight.detach(), _TYPICAL_TOKENS
             )
-            module.forward = functools.partial(_linear, module, weight)  # type: ignore[method-assign]
+            module.forward = _Forward(module, weight)  # type: ignore[method-assign, assignment]
 
 
 def unpack_linears(model: nn.Module) -> None:
@@ -57,8 +55,22 @@ def unpack_linears(model: nn.Module) -> None:
             vars(module).pop("forward", None)
 
 
-def _linear(module: nn.Linear, packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    few = x.numel() <= MAX_TOKENS * x.shape[-1]
-    if not few or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return nn.functional.linear(x, module.weight, module.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], "")  # type: ignore[no-any-return]
+class _Forward:
+    """A linear layer's forward over packed weights (None: over its parameters)."""
+
+    def __init__(self, module: nn.Linear, packed: torch.Tensor | None) -> None:
+        self.module, self.packed = module, packed
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows x [..., in] -> [..., out]."""
+        few = x.numel() <= MAX_TOKENS * x.shape[-1]
+        plain = self.packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if plain or not few:
+            return nn.functional.linear(x, self.module.weight, self.module.bias)
+        return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
+            x, self.packed, self.module.bias, "none", [], ""
+        )
+
+    def __reduce__(self) -> tuple[type[_Forward], tuple[nn.Linear, None]]:
+        """Copies and pickles use the parameters: packed weights have no bytes to be copied."""
+        return _Forward, (self.module, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +66,22 @@ def test_a_loaded_model_is_packed_and_is_the_same_model(tmp_path):
     packed.unpack_linears(fast.hf)
     with torch.inference_mode():
         assert torch.equal(fast.hf(ids).logits, b)
+
+
+@needs_onednn
+def test_a_packed_layer_can_be_copied_and_pickled():
+    layer = nn.Linear(32, 48).to(torch.bfloat16)
+    packed.pack_linears(layer)
+    x = torch.randn(3, 32).to(torch.bfloat16)
+    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert made.forward.module is made
+        with torch.no_grad():
+            expected = layer(x)
+            torch.testing.assert_close(made(x), expected, rtol=0.01, atol=0.01)
+            made.weight.zero_()
+            made.bias.zero_()
+            assert (made(x) == 0).all()  # its own parameters
+            assert torch.equal(layer(x), expected)
 
 
 def test_models_that_cannot_be_packed_are_not_and_say_so_when_asked(tmp_path):

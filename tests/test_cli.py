@@ -105,7 +105,10 @@ def test_build_ask_inspect_and_doctor_work_on_one_store(
 
     healthy = run("doctor", "--store", store)
     assert healthy.value["model"]["gate"]["passed"] is True
-    assert healthy.value["kernels"]["reason"]
+    assert healthy.value["kernels"] == {"name": "numba", "reason": "device is cpu"}
+    rotation = {"turned": "16 of 16 dimensions", "pairs": "half-split", "kinds": 1}
+    assert healthy.value["model"]["rotation"] == rotation | {"layers_turned": "3 of 3"}
+    assert healthy.value["model"]["layer_windows"] == [None]
     assert healthy.value["model"]["fingerprint"] == listed.value["fingerprint"]
 
 

@@ -18,6 +18,7 @@ _PACKAGES = (
     "torch",
     "transformers",
     "triton",
+    "numba",
     "safetensors",
     "chromadb",
     "llama-index-core",
@@ -84,6 +85,13 @@ def _check_model(model: str, store: Path | None) -> dict[str, Any]:
                 "name": model,
                 "window": loaded.window,
                 "bytes_per_token": loaded.layout.bytes_per_entry,
+                "rotation": {
+                    "turned": f"{loaded.rope.width} of {loaded.layout.head_dim} dimensions",
+                    "pairs": "interleaved" if loaded.rope.interleaved else "half-split",
+                    "kinds": len(loaded.rope.rotaries),
+                    "layers_turned": f"{sum(loaded.rope.turns)} of {loaded.layout.n_layers}",
+                },
+                "layer_windows": list(loaded.layer_windows),
                 "fingerprint": engine.fingerprint.to_dict(),
                 "gate": asdict(engine.gate) | {"passed": engine.gate.passed},
             }

@@ -75,8 +75,11 @@ class Composer:
             staged = torch.empty(shape, dtype=self.layout.dtype, pin_memory=on_gpu)
             piece_bytes = PIECE_BYTES if on_gpu else None
             pieces = list(_cut(refs, n_heads, self.layout.bytes_per_entry, piece_bytes))
-            reads = [self.store.start_read(refs[p.refs], staged[p.rows]) for p in pieces]
-        with watch.part("compose", wait=False):  # while the store reads
+            reads = [self.store.start_read(refs[p.refs], staged[p.read]) for p in pieces]
+            if heads:
+                torch.cat(heads, out=staged[:n_heads])
+            reads[0].wait()  # Python shared with the reading threads would slow down both
+        with watch.part("compose", wait=False):
             n_entries = max(plan.n_entries for plan in plans)
             kv = empty_kv(self.layout, n_entries + room, self.device, len(plans))
             for b, plan in enumerate(plans):  # masks hide these rows, but not what is not finite
@@ -84,14 +87,6 @@ class Composer:
             positions, slots = _lay_out(plans, n_entries + room)
             rotation = self.rope.rotation(positions, self.device)
             where = torch.from_numpy(slots).to(self.device, non_blocking=True)
-
-            def place(rows: slice) -> None:
-                entries = self.uploader.upload(staged[rows])
-                self.kernels.place(entries, rotation[rows], kv, where[rows])
-
-            if heads:
-                torch.cat(heads, out=staged[:n_heads])
-                place(slice(0, n_heads))
         errors: dict[int, StoreError] = {}
         for piece, read in zip(pieces, reads, strict=True):
             with watch.part("load", wait=False):
@@ -101,7 +96,9 @@ class Composer:
                     _mend(refs, failed, staged[n_heads:], recompute)
                 errors |= failed
             with watch.part("compose", wait=piece is pieces[-1]):
-                place(piece.rows)
+                rows = piece.place
+                entries = self.uploader.upload(staged[rows])
+                self.kernels.place(entries, rotation[rows], kv, where[rows])
         n_read = sum(len(ref) for index, ref in enumerate(refs) if index not in errors)
         watch.bytes_read += self.layout.bytes_per_entry * n_read
         return Composed(
@@ -111,23 +108,27 @@ class Composer:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some of the spans, and their rows in the stage."""
+    """Some of the spans, the rows of the stage they are read into, and the rows to place then."""
 
     refs: slice
-    rows: slice
+    read: slice
+    place: slice
 
 
 def _cut(
-    refs: Sequence[SpanRef], row: int, bytes_per_entry: int, piece_bytes: int | None
+    refs: Sequence[SpanRef], n_heads: int, bytes_per_entry: int, piece_bytes: int | None
 ) -> Iterator[_Piece]:
-    """Consecutive spans of at least `piece_bytes` together (None: all), the first at `row`."""
-    first, first_row = 0, row
+    """Consecutive spans of at least `piece_bytes` together (None: all); heads go with the first."""
+    first, first_row, row = 0, n_heads, n_heads
     for index, ref in enumerate(refs):
         row += len(ref)
         full = piece_bytes is not None and (row - first_row) * bytes_per_entry >= piece_bytes
         if full or index == len(refs) - 1:
-            yield _Piece(slice(first, index + 1), slice(first_row, row))
+            placed = slice(first_row if first else 0, row)
+            yield _Piece(slice(first, index + 1), slice(first_row, row), placed)
             first, first_row = index + 1, row
+    if not refs:
+        yield _Piece(slice(0, 0), slice(n_heads, n_heads), slice(0, n_heads))
 
 
 def _lay_out(

@@ -193,9 +193,11 @@ def test_pieces_are_consecutive_and_together_everything(piece_bytes):
     refs = [SpanRef(ChunkId("a" * 32), 0, n) for n in (3, 1, 7, 2, 2)]
     pieces = list(_cut(refs, 4, 1000, piece_bytes))
     assert [i for p in pieces for i in range(len(refs))[p.refs]] == list(range(5))
-    assert [r for p in pieces for r in range(p.rows.start, p.rows.stop)] == list(range(4, 19))
+    assert [r for p in pieces for r in range(p.read.start, p.read.stop)] == list(range(4, 19))
+    assert [r for p in pieces for r in range(p.place.start, p.place.stop)] == list(range(19))
     assert len(pieces) == {1: 5, 5000: 2, None: 1}[piece_bytes]
-    assert list(_cut([], 4, 1000, piece_bytes)) == []
+    (only,) = _cut([], 4, 1000, piece_bytes)
+    assert (only.read, only.place) == (slice(4, 4), slice(0, 4))
 
 
 def test_a_prefix_made_in_pieces_is_the_prefix_made_at_once(engine, composer, chunks, monkeypatch):

@@ -56,12 +56,14 @@ class EagerRunner:
         device, last = self._model.device, int(at[:, -1].max())
         hidden = at == HIDDEN
         self._holes = self._holes or bool(hidden.any())
+        # A mask costs time. None is needed where it would hide nothing, nor behind an empty prefix,
+        # where the model's own causal mask (and its windows) are right, and much faster.
+        alone = self._rows.shape[1] == 0 and not self._holes
+        near = ids.shape[1] == 1 and not self._holes and last - self._first < self._nearest
         self._rows = torch.cat((self._rows, at), dim=1)
-        # Where it hides nothing, a mask would only cost time.
-        hides = ids.shape[1] > 1 or self._holes or last - self._first >= self._nearest
         ids, positions = torch.stack((ids, at.masked_fill(hidden, 0))).to(device)
         seen = None
-        if hides:
+        if not alone and not near:
             seen = visible(self._rows.to(device), at.to(device), self._model.layer_windows)
         return hf.next_logits(self._model.hf, ids, self._cache, positions, seen)
 

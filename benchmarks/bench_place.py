@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from layouts import LAYOUTS
 
 from coinrag_integrations.engine.kernels import Kernels, choose_kernels
 from coinrag_integrations.engine.layout import KVLayout
@@ -25,10 +26,6 @@ from coinrag_integrations.engine.prefix import empty_kv
 from coinrag_integrations.engine.rope import RopeTable, Rotary
 from coinrag_integrations.evaluation.ttft import Spread, describe_machine
 
-LAYOUTS = {
-    "smollm2-135m": KVLayout(n_layers=30, n_kv_heads=3, head_dim=64, dtype=torch.bfloat16),
-    "qwen2-7b": KVLayout(n_layers=28, n_kv_heads=4, head_dim=128, dtype=torch.bfloat16),
-}
 ENTRIES = (230, 465, 2048)
 SPAN, GROUP, WARM_UP = 19, 64, 5
 

@@ -16,17 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from layouts import LAYOUTS
 
 from coinrag_integrations.engine.fingerprint import Fingerprint
-from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.engine.store import KVStore
 from coinrag_integrations.evaluation.ttft import Spread, describe_machine
 from coinrag_integrations.types import ChunkId, Span, SpanRef
 
-LAYOUTS = {
-    "smollm2-135m": KVLayout(n_layers=30, n_kv_heads=3, head_dim=64, dtype=torch.bfloat16),
-    "qwen2-7b": KVLayout(n_layers=28, n_kv_heads=4, head_dim=128, dtype=torch.bfloat16),
-}
 CHUNK = 512
 SHAPES = {"spans": (4, 3, 19), "chunks": (4, 1, CHUNK)}  # chunks, spans of each, tokens of each
 

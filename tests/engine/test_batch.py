@@ -6,26 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig
+from coinrag_integrations.engine import GenerationConfig
 from coinrag_integrations.errors import BudgetError, ChunkNotFoundError, ConfigError
 from coinrag_integrations.types import SpanRef
-from tests.tiny import SUPPORTED, fill, supported_model
+from tests.tiny import SUPPORTED
 
 FEW = settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.too_slow])
 words = st.sampled_from(["Who?", "When was it built, and by whom?", "x", "Where is it " * 4])
 spans = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 30)), max_size=4)
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    made = {}
-    for name in SUPPORTED:
-        config = EngineConfig(chunk_tokens=32, coverage="all", kernels="torch")
-        engine = Engine(supported_model(name), tmp_path_factory.mktemp(name), config)
-        made[name] = (engine, fill(engine, "One two three four five six seven. " * 9)[:4])
-    yield made
-    for engine, _ in made.values():
-        engine.close()
 
 
 def refs_of(chunks, parts) -> list[SpanRef]:

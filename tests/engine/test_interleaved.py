@@ -21,26 +21,13 @@ from coinrag_integrations.engine import (
 from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.types import SpanRef
-from tests.tiny import SUPPORTED, fill, forward, placed, supported_model, tiny_model
+from tests.tiny import SUPPORTED, fill, forward, placed, tiny_model
 
 FEW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 SIX = GenerationConfig(max_new_tokens=6)
 texts = st.lists(st.integers(3, 511), max_size=6).map(lambda ids: Text(tuple(ids)))
 spans = st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 10))
 questions = st.lists(st.integers(3, 511), min_size=1, max_size=6).map(tuple)
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    """An engine for each family, with three chunks in its store."""
-    made = {}
-    for name in SUPPORTED:
-        config = EngineConfig(chunk_tokens=32, coverage="all", kernels="torch")
-        engine = Engine(supported_model(name), tmp_path_factory.mktemp(name), config)
-        made[name] = (engine, fill(engine, "One two three four five six seven. " * 9)[:3])
-    yield made
-    for engine, _ in made.values():
-        engine.close()
 
 
 def gap_by_gap(engine: Engine, pieces: Sequence, answer: Sequence[int]) -> list[torch.Tensor]:

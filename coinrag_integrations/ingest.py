@@ -71,7 +71,8 @@ class Ingestor:
 
         Raises:
             DocumentError: a text that cannot be stored.
-            StoreError, SpanIndexError: the disk or Chroma refuses; finished documents stay.
+            StoreError, SpanIndexError: another process is writing, or the disk or Chroma refuses;
+                finished documents stay.
         """
         report, started = IngestReport(), time.perf_counter()
 
@@ -80,9 +81,10 @@ class Ingestor:
             if on_progress is not None:
                 on_progress(report)
 
-        self.engine.store.sweep()
-        for group in self._groups(documents, report, tell):
-            self._write(group, report, tell)
+        with self.engine.store.writing():
+            self.engine.store.sweep()
+            for group in self._groups(documents, report, tell):
+                self._write(group, report, tell)
         tell()
         return report
 
@@ -93,10 +95,11 @@ class Ingestor:
             StoreError, SpanIndexError: the disk or Chroma refuses.
         """
         n_deleted = 0
-        for document_id in document_ids:
-            known = self.engine.catalog.content(document_id) is not None
-            self.engine.catalog.forget_document(document_id)
-            n_deleted += self._drop(document_id, keep=()) or known
+        with self.engine.store.writing():
+            for document_id in document_ids:
+                known = self.engine.catalog.content(document_id) is not None
+                self.engine.catalog.forget_document(document_id)
+                n_deleted += self._drop(document_id, keep=()) or known
         return n_deleted
 
     def _groups(

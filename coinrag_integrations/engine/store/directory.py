@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -31,6 +32,7 @@ from coinrag_integrations.engine.store.format import (
     read_header,
     write_chunk,
 )
+from coinrag_integrations.engine.store.lock import writing
 from coinrag_integrations.errors import (
     ChunkNotFoundError,
     CorruptChunkError,
@@ -69,7 +71,7 @@ class KVStore:
         self.root, self.layout, self.fingerprint = root, layout, fingerprint
         self._digest = fingerprint.digest
         self._headers: OrderedDict[ChunkId, ChunkHeader] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._writers = threading.Lock(), threading.Lock()
         try:
             root.mkdir(parents=True, exist_ok=True)
             check_fingerprint(root, fingerprint)
@@ -171,6 +173,16 @@ class KVStore:
         except OSError as error:
             raise StoreError(f"cannot delete {self.path(chunk_id)}: {error}") from error
         return True
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the only process that writes to this store; threads of this object wait for each other.
+
+        Raises:
+            StoreError: another process is writing.
+        """
+        with self._writers, writing(self.root):
+            yield
 
     def sweep(self) -> int:
         """Remove what an interrupted writer left; how many files. For the one writing process."""

@@ -267,7 +267,7 @@ def place(engine: Engine, plan: PrefixPlan, entries: torch.Tensor) -> Prefix:
 
 def ask(engine: Engine, behind: Prefix, question: Sequence[int]) -> None:
     """The first token of an answer."""
-    watch, static = Stopwatch(engine.model.device), engine._static
+    watch, static = Stopwatch(engine.model.device), engine.static
     list(generate(engine.model, behind, [question], ONE_TOKEN, watch, static))
 
 

@@ -47,12 +47,19 @@ class Engine:
         """Open the store in `folder` (created if needed) for `model`.
 
         Raises:
+            ConfigError: CUDA graphs without a GPU, or kernels that cannot run here.
             UnsupportedModelError: the model does not pass the correctness gate.
             FingerprintMismatchError: the store was built differently.
             StoreError: the folder cannot be used.
         """
         self.model = model
         self.config = config or EngineConfig()
+        execution = self.config.execution
+        if execution == "graph" and model.device.type != "cuda":
+            raise ConfigError(
+                f"execution='graph' needs a GPU, the model is on {model.device}: use 'eager'"
+            )
+        self.static = None if execution == "eager" else StaticRunners(model, execution)
         self.kernels = choose_kernels(self.config.kernels, model.device)
         self.gate = gate.check(model, self.kernels.place)
         self.prompt = build_prompt(model.tokenizer, self.config.prompt)
@@ -71,12 +78,6 @@ class Engine:
             prompts=self._prompts,
             uploader=Uploader.of(model.device),
         )
-        execution = self.config.execution
-        if execution == "graph" and model.device.type != "cuda":
-            raise ConfigError(
-                f"execution='graph' needs a GPU, the model is on {model.device}: use 'eager'"
-            )
-        self._static = None if execution == "eager" else StaticRunners(model, execution)
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
     @cached_property
@@ -273,7 +274,7 @@ class Engine:
         plans, questions = zip(*requests, strict=True)
         width = max(plan.n_online + len(question) for plan, question in requests)
         composed = self._compose(plans, watch, width + generation.max_new_tokens)
-        return AnswerBatch(self.model, composed, questions, generation, watch, self._static)
+        return AnswerBatch(self.model, composed, questions, generation, watch, self.static)
 
     def _compose(self, plans: Sequence[PrefixPlan], watch: Stopwatch, room: int) -> Composed:
         recompute = self._recompute if self.config.on_miss == "recompute" else None

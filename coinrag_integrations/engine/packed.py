@@ -38,7 +38,7 @@ def pack_linears(model: nn.Module) -> None:
     """Let every linear layer of `model` multiply by packed weights where few tokens are given.
 
     The parameters stay as they are, and are used for many tokens, for gradients and when compiled;
-    `unpack_linears` undoes it. Changing the parameters afterwards does not change what was packed.
+    `unpack_linears` undoes it. So does changing a layer's parameters, for that layer.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -60,12 +60,14 @@ class _Forward:
 
     def __init__(self, module: nn.Linear, packed: torch.Tensor | None) -> None:
         self.module, self.packed = module, packed
+        # A copy is made before its module has its weight.
+        self.state = None if packed is None else _state(module.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows x [..., in] -> [..., out]."""
         few = x.numel() <= MAX_TOKENS * x.shape[-1]
         plain = self.packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if plain or not few:
+        if plain or not few or _state(self.module.weight) != self.state:
             return nn.functional.linear(x, self.module.weight, self.module.bias)
         return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
             x, self.packed, self.module.bias, "none", [], ""
@@ -74,3 +76,8 @@ class _Forward:
     def __reduce__(self) -> tuple[type[_Forward], tuple[nn.Linear, None]]:
         """Copies and pickles use the parameters: packed weights have no bytes to be copied."""
         return _Forward, (self.module, None)
+
+
+def _state(weight: torch.Tensor) -> tuple[int, int]:
+    """Changes when the weight is replaced, or written to."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

@@ -49,6 +49,11 @@ REFUSED = {
         {"layer_types": ["conv", "full_attention", "conv"]},
         "layers of type conv",
     ),
+    "gemma3-bidirectional": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 16, "use_bidirectional_attention": True},
+        "not causal",
+    ),
     "m-rope": (
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], **THETA}},

@@ -84,6 +84,21 @@ def test_a_packed_layer_can_be_copied_and_pickled():
             assert torch.equal(layer(x), expected)
 
 
+@needs_onednn
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_a_changed_weight_is_used_and_not_what_was_packed(how):
+    layer = nn.Linear(32, 48, bias=False).to(torch.bfloat16)
+    packed.pack_linears(layer)
+    with torch.no_grad():
+        x = torch.ones(2, 32, dtype=torch.bfloat16)
+        assert layer(x).any()
+        if how == "written":
+            layer.weight.zero_()
+        else:
+            layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+        assert not layer(x).any()
+
+
 def test_models_that_cannot_be_packed_are_not_and_say_so_when_asked(tmp_path):
     folder = save_tiny(tmp_path / "m")
     assert "forward" not in vars(load_model(folder, dtype="float32", device="cpu").hf.lm_head)

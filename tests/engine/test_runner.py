@@ -138,7 +138,8 @@ def test_a_compiled_engine_answers_as_an_eager_one(tmp_path):
 
 def test_graphs_need_a_gpu(tmp_path):
     with pytest.raises(ConfigError, match="execution='graph' needs a GPU, the model is on cpu"):
-        Engine(supported_model("llama"), tmp_path, EngineConfig(execution="graph"))
+        Engine(supported_model("llama"), tmp_path / "new", EngineConfig(execution="graph"))
+    assert not (tmp_path / "new").exists()
 
 
 @given(n=st.integers(1, 5000))

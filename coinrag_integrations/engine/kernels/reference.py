@@ -74,8 +74,8 @@ def quantise(
     index = key_group.long()[:, None, None, None].expand_as(keys)
     low = keys.new_full(shape, torch.inf).scatter_reduce_(0, index, keys, "amin")
     high = keys.new_full(shape, -torch.inf).scatter_reduce_(0, index, keys, "amax")
-    key_scale, key_zero = _scale(low, high, levels, scale_dtype)
-    value_scale, value_zero = _scale(values.amin(-1), values.amax(-1), levels, scale_dtype)
+    key_scale, key_zero = scales(low, high, levels, scale_dtype)
+    value_scale, value_zero = scales(values.amin(-1), values.amax(-1), levels, scale_dtype)
     codes = torch.stack(
         (
             _codes(keys, key_scale[key_group], key_zero[key_group], levels),
@@ -106,9 +106,14 @@ def dequantise(entries: Quantised) -> torch.Tensor:
     return torch.stack((keys, values), dim=2)
 
 
-def _scale(
+def scales(
     low: torch.Tensor, high: torch.Tensor, levels: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero of ranges [low, high], in `dtype`.
+
+    Raises:
+        ValueError: one of them is not finite.
+    """
     scale, zero = ((high - low) / levels).to(dtype), low.to(dtype)
     if not (scale.isfinite().all() and zero.isfinite().all()):
         raise ValueError(

@@ -71,7 +71,7 @@ class KVStore:
         self.root, self.layout, self.fingerprint = root, layout, fingerprint
         self._digest = fingerprint.digest
         self._headers: OrderedDict[ChunkId, ChunkHeader] = OrderedDict()
-        self._lock, self._writers = threading.Lock(), threading.Lock()
+        self._lock, self._writers = threading.Lock(), threading.RLock()
         try:
             root.mkdir(parents=True, exist_ok=True)
             check_fingerprint(root, fingerprint)

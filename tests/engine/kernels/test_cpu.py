@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine.kernels import cpu, reference
+from coinrag_integrations.engine.kernels import cpu, numba_kernels, reference
 from coinrag_integrations.engine.kernels.quantised import Quantised
 from coinrag_integrations.engine.rope import RopeTable, Rotary, Rotation
 
@@ -249,8 +249,8 @@ def test_without_a_folder_to_keep_it_in_a_kernel_is_compiled_again(monkeypatch):
     # A locator that finds no place for a file like ours: what a read-only machine looks like.
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "IPythonCacheLocator")
     with pytest.raises(RuntimeError, match="no locator available"):
-        numba.njit(cpu._place.py_func, cache=True)
-    monkeypatch.setattr(cpu, "_place", cpu._kernel(cpu._place.py_func))
+        numba.njit(numba_kernels.place.py_func, cache=True)
+    monkeypatch.setattr(numba_kernels, "place", numba_kernels.kernel(numba_kernels.place.py_func))
     found, expected, _ = both(numbers(7, 3, 2, 1, 32), rotation(7, 3, 32), torch.float32, 1)
     assert same(found, expected)
 

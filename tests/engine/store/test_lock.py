@@ -80,3 +80,11 @@ def test_threads_of_one_store_wait_for_each_other(engine):
     for thread in threads:
         thread.join()
     assert most == [1] * 8
+
+
+def test_writing_while_writing_is_refused_and_does_not_hang(engine):
+    refused = pytest.raises(StoreError, match=f"by process {os.getpid()}: wait")
+    with engine.store.writing(), refused, engine.store.writing():
+        pass
+    with engine.store.writing():
+        pass

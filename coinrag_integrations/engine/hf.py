@@ -109,7 +109,21 @@ def next_logits(
     positions: torch.Tensor | None = None,
     visible: Mapping[int | None, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Logits after the last of `ids` [B, m] behind `cache`: fp32 [B, V]. Grows the cache by m rows.
+    """Logits after the last of `ids` [B, m] behind `cache`: fp32 [B, V]. See `last_logits`."""
+    return last_logits(model, ids, cache, 1, positions, visible)[:, -1]
+
+
+def last_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    cache: Cache,
+    n: int,
+    positions: torch.Tensor | None = None,
+    visible: Mapping[int | None, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Logits after each of the last n of `ids` [B, m] behind `cache`: fp32 [B, n, V].
+
+    Grows the cache by m rows.
 
     positions [B, m] are those of `ids` (None: they follow the cache's rows); visible: for each of
     the model's windows a bool [B, 1, m, rows], true where a query sees a row (None: every row that
@@ -124,8 +138,8 @@ def next_logits(
     if visible is not None:
         arguments["attention_mask"] = _attention_mask(model, visible)
     with torch.no_grad():  # inference_mode cannot be compiled
-        logits = model(ids, use_cache=True, logits_to_keep=1, **arguments).logits
-    return logits[:, -1].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
+        logits = model(ids, use_cache=True, logits_to_keep=n, **arguments).logits
+    return logits[:, -n:].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
 
 
 def _attention_mask(

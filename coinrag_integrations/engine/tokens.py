@@ -2,11 +2,14 @@
 
 Two ways of reading text never mix: `encode` treats it as somebody's words, so a typed `<|im_end|>`
 stays eleven ordinary characters; `encode_template` lets control tokens through, for our own prompt.
+Tokens that were added without being called special, but look like markup (`<tool_call>`, `[INST]`), are
+control tokens too: models were trained to obey them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 import tokenizers
@@ -14,6 +17,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from coinrag_integrations.errors import UnsupportedModelError
+
+_MARKUP = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +84,13 @@ def _frozen(definition: str, *, encode_special_tokens: bool) -> tokenizers.Token
     copy = tokenizers.Tokenizer.from_str(definition)
     copy.no_padding()
     copy.no_truncation()
+    if encode_special_tokens:
+        added = copy.get_added_tokens_decoder().values()
+        markup = [
+            token for token in added if not token.special and _MARKUP.fullmatch(token.content)
+        ]
+        for token in markup:
+            token.special = True
+        copy.add_special_tokens(markup)
     copy.encode_special_tokens = encode_special_tokens
     return copy

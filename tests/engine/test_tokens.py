@@ -6,6 +6,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.errors import UnsupportedModelError
@@ -113,3 +114,17 @@ def test_a_slow_tokenizer_is_refused_with_the_way_out(tmp_path):
 
 def test_a_model_carries_the_tokenizers_stop_ids():
     assert TOKENIZER.hf.eos_token_id in supported_model("llama").stop_ids
+
+
+@pytest.mark.parametrize("markup", ["<tool_call>", "</think>", "[INST]", "[/INST]"])
+def test_markup_that_was_added_as_ordinary_is_no_control_token_in_words(markup):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(markup, special=False), AddedToken("Marenque", special=False)])
+    (control,) = tokenizer.convert_tokens_to_ids([markup])
+    ours = TextTokenizer(tokenizer)
+    text = f"a {markup} b Marenque"
+    words = ours.encode(text)
+    assert control not in words.ids
+    assert text[words.offsets[0][0] : words.offsets[-1][1]] == text
+    assert tokenizer.convert_tokens_to_ids("Marenque") in words.ids, "words stay words"
+    assert control in ours.encode_template(text)

@@ -12,7 +12,9 @@ CoinRAGError
 └── StoreError                        the KV store cannot be read or written
     ├── ChunkNotFoundError(KeyError)  the store holds no such chunk, or not that span of it
     ├── FingerprintMismatchError      the store was built by another model, tokenizer or encoding
-    └── CorruptChunkError             a chunk file whose bytes are not the bytes that were written
+    ├── CorruptChunkError             a chunk file whose bytes are not the bytes that were written
+    ├── RemoteError                   the remote storage cannot be reached or refuses
+    └── SlowReadError                 reading a chunk would take longer than encoding it anew
 """
 
 from __future__ import annotations
@@ -72,3 +74,11 @@ class FingerprintMismatchError(StoreError):
 
 class CorruptChunkError(StoreError):
     """A chunk file whose bytes are not the bytes that were written."""
+
+
+class RemoteError(StoreError):
+    """The remote storage cannot be reached or refuses."""
+
+
+class SlowReadError(StoreError):
+    """Reading a chunk would take longer than encoding it anew."""

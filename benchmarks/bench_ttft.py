@@ -247,9 +247,10 @@ def medians(timings: list[Timings]) -> dict[str, float]:
 def prepare(engine: Engine, refs: list[SpanRef]) -> Case:
     """Read and place some spans, with room for the question behind them."""
     model, device, plan = engine.model, engine.model.device, plan_prefix(refs)
-    shape, pinned = model.layout.staged(plan.n_entries), device.type == "cuda"
-    staged = torch.empty(shape, dtype=model.layout.dtype, pin_memory=pinned)
-    assert not engine.store.read(refs, staged), "every span must be there"
+    stage = engine.store.stage(refs, pin=device.type == "cuda")
+    assert not engine.store.read(stage).errors, "every span must be there"
+    staged = stage.entries(slice(None))
+    assert isinstance(staged, torch.Tensor), "codec none"
     prefix = place(engine, plan, staged.to(device))
     return Case(
         refs=refs, plan=plan, question=tokens(model, QUESTION), staged=staged, prefix=prefix
@@ -299,6 +300,7 @@ def answers(engine: Engine, case: Case, timings: list[Timings], decode: bool) ->
 def parts(engine: Engine, case: Case) -> Rows:
     """What an answer is made of, each alone, and the floors."""
     model, device, n = engine.model, engine.model.device, case.plan.n_entries
+    stage = engine.store.stage(case.refs, pin=device.type == "cuda")
     staged, there, uploader = case.staged, case.staged.to(device, copy=True), Uploader.of(device)
     slots, positions = torch.arange(n, device=device), case.plan.positions()
     turns, kv, matrices = model.rope.rotation(positions, device), case.prefix.kv, needed(model)
@@ -311,7 +313,7 @@ def parts(engine: Engine, case: Case) -> Rows:
 
     rows: Rows = {
         "full": ("host", full),
-        "read": ("host", lambda: engine.store.read(case.refs, staged)),
+        "read": ("host", lambda: engine.store.read(stage)),
         "angles": ("host", lambda: model.rope.rotation(positions, device)),
         "place": ("gpu", lambda: engine.kernels.place(there, turns, kv, slots)),
         "token": ("host", lambda: ask(engine, nothing, case.question[:1])),

@@ -1,26 +1,38 @@
 """Documents into a store: chunk, find nuggets, encode, write, index. Resumable and idempotent.
 
-For every document the catalog is written first, then the KV files, then the index, and the note that
-it is complete last. So every file is known of, a hit always has a file, and an interrupted run
-continues where it was: what is encoded is not encoded again.
+For every document its texts go into the catalog first, as a version that is begun; then the KV files and
+the index follow, and one step of the catalog puts the new version in the place of the old one. What no
+version needs any more is removed last. So every file is known of, a hit always has its text, a document is
+there in one version or the other and never in parts, and an interrupted run continues where it was: what
+is encoded is not encoded again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from coinrag_integrations.engine import Engine
 from coinrag_integrations.engine.fingerprint import canonical_digest
-from coinrag_integrations.errors import DocumentError, SpanIndexError
+from coinrag_integrations.errors import DocumentError, SpanIndexError, StoreError
+from coinrag_integrations.files import sweep
 from coinrag_integrations.nuggets import NuggetProposer, extract_nuggets
-from coinrag_integrations.retrieval import SpanIndex, clean_metadata
+from coinrag_integrations.retrieval import SpanIndex, clean_metadata, pages
 from coinrag_integrations.types import Chunk, Document
 
+logger = logging.getLogger(__name__)
+
 _WRITES_AHEAD = 4  # chunks encoded and not yet on disk: bounds memory
+_ROW_BYTES = 16 << 10  # what an index row takes on disk at most, journals included
+_PAGE = 1000
+_INDEX_PAGE = 64  # chunks that are embedded together when an index is made anew
+WAIT_SECONDS = 2.0  # for a reader that is just mending a file
 _GROUP_TOKENS = 16_384  # tokens of the documents that are written and indexed together
 
 
@@ -81,8 +93,7 @@ class Ingestor:
             if on_progress is not None:
                 on_progress(report)
 
-        with self.engine.store.writing():
-            self.engine.store.sweep()
+        with self._writing():
             for group in self._groups(documents, report, tell):
                 self._write(group, report, tell)
         tell()
@@ -94,13 +105,56 @@ class Ingestor:
         Raises:
             StoreError, SpanIndexError: the disk or Chroma refuses.
         """
-        n_deleted = 0
-        with self.engine.store.writing():
-            for document_id in document_ids:
-                known = self.engine.catalog.content(document_id) is not None
-                self.engine.catalog.forget_document(document_id)
-                n_deleted += self._drop(document_id, keep=()) or known
-        return n_deleted
+        with self._writing():
+            return sum([self._delete(document_id) for document_id in document_ids])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Be the only writer, and finish what an interrupted one began to remove."""
+        with self.engine.disk.writing(wait_seconds=WAIT_SECONDS), self.index.writing():
+            sweep(self.engine.disk.root)
+            self.mend_index()
+            self.settle()
+            yield
+
+    def mend_index(self, *, anew: bool = False) -> int:
+        """Make good a change of the index that did not end, or make it `anew`: chunks indexed again.
+
+        For the one writing process.
+
+        Raises:
+            StoreError, SpanIndexError: the disk or Chroma refuses.
+        """
+        interruption, catalog = self.index.interruption, self.engine.catalog
+        if interruption is None and not anew:
+            return 0
+        if anew or interruption is None or interruption.torn:
+            self.index.reset()
+            chunks = catalog.chunks()
+        else:
+            self.index.delete(interruption.chunk_ids)
+            chunks = (catalog.chunk(i) for i in sorted(catalog.live(interruption.chunk_ids)))
+        n_chunks = 0
+        while page := list(islice(chunks, _INDEX_PAGE)):
+            self.index.put(page)
+            n_chunks += len(page)
+        self.index.mended()
+        return n_chunks
+
+    def mend(self) -> None:
+        """Finish what an interrupted writer left, if there is anything and nobody else is writing."""
+        if self.index.interruption is None:
+            return
+        try:
+            with self._writing():
+                pass
+        except StoreError as error:  # whoever is writing has made the mark, or finds it
+            logger.info("left to another process: %s", error)
+
+    def _delete(self, document_id: str) -> bool:
+        known = self.engine.catalog.delete_document(document_id)
+        self.settle()
+        return known
 
     def _groups(
         self, documents: Iterable[Document], report: IngestReport, tell: Callable[[], None]
@@ -116,7 +170,8 @@ class Ingestor:
                 group, ids, n_tokens = [], set(), 0
             content = self._content(document)
             known = self.engine.catalog.content(document.document_id)
-            if known == content:
+            # A change that was interrupted and then taken back may have replaced rows of the index.
+            if known == content and not self.engine.catalog.is_begun(document.document_id):
                 report.n_unchanged += 1
                 tell()
                 continue
@@ -139,18 +194,20 @@ class Ingestor:
     def _write(
         self, group: Sequence[_Item], report: IngestReport, tell: Callable[[], None]
     ) -> None:
+        catalog = self.engine.catalog
         chunks = [chunk for item in group for chunk in item.chunks]
         for item in group:
-            self.engine.catalog.forget_document(item.document.document_id)
-        self.engine.catalog.put_chunks(chunks)
+            catalog.begin_document(item.document.document_id, item.content, item.chunks)
         self._encode([c for c in chunks if not self.engine.is_stored(c)], report, tell)
+        n_rows = len(chunks) + sum(len(chunk.nuggets) for chunk in chunks)
+        self.engine.disk.reserve(self.engine.scope.tenant, n_rows * _ROW_BYTES)
         self.index.put(chunks)
         for item in group:
-            self._drop(item.document.document_id, keep=[c.chunk_id for c in item.chunks])
             if item.chunks:
-                self.engine.catalog.finish_document(
-                    item.document.document_id, item.content, len(item.chunks)
-                )
+                catalog.finish_document(item.document.document_id, item.content)
+            else:
+                catalog.delete_document(item.document.document_id)
+        self.settle()
         report.n_chunks += len(chunks)
         report.n_nuggets += sum(len(chunk.nuggets) for chunk in chunks)
         report.n_tokens += sum(map(len, chunks))
@@ -172,16 +229,15 @@ class Ingestor:
             for future in waiting:
                 future.result()
 
-    def _drop(self, document_id: str, keep: Sequence[str]) -> bool:
-        """Remove a document's chunks but those to keep. The catalog last: it is the list of what to do."""
-        catalog = self.engine.catalog
-        gone = [i for i in catalog.chunk_ids(document_id) if i not in set(keep)]
-        if gone:
-            self.index.delete(gone)
-            for chunk_id in gone:
-                self.engine.store.delete(chunk_id)
-            catalog.delete_chunks(gone)
-        return bool(gone)
+    def settle(self) -> int:
+        """Remove chunks that no version of a document needs; how many. For the one writing process."""
+        gone = self.engine.catalog.garbage()
+        for page in pages(gone, _PAGE):
+            self.index.delete(page)
+            for chunk_id in page:
+                self.engine.remove_chunk(chunk_id)
+            self.engine.catalog.purge(page)
+        return len(gone)
 
     def _content(self, document: Document) -> str:
         """Changes when anything that ends up in the store would."""

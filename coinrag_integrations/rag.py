@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -26,18 +27,27 @@ from coinrag_integrations.engine import (
     load_model,
 )
 from coinrag_integrations.engine.model import DType
-from coinrag_integrations.errors import CoinRAGError, ConfigError
-from coinrag_integrations.ingest import Ingestor, IngestReport, OnProgress
+from coinrag_integrations.engine.store import Limits
+from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.ingest import WAIT_SECONDS, Ingestor, IngestReport, OnProgress
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer
-from coinrag_integrations.retrieval import Embedder, RetrievalConfig, SpanIndex, open_client
+from coinrag_integrations.retrieval import (
+    ChromaFolder,
+    Embedder,
+    RetrievalConfig,
+    SpanIndex,
+    open_client,
+)
 from coinrag_integrations.settings import (
-    COLLECTION,
+    INDEX_MARK,
+    PREFIX,
     SETTINGS_FILE,
     StoreSettings,
     make_embedder,
+    open_remote,
     resolve_model,
 )
-from coinrag_integrations.types import ChunkId, Document, ScoredSpan, SpanRef
+from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan, SpanRef
 
 Mode = Literal["coinrag", "chunk", "full"]
 MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")
@@ -96,17 +106,19 @@ class CoinRAG:
         proposer: NuggetProposer | None = None,
         retrieval: RetrievalConfig | None = None,
         generation: GenerationConfig | None = None,
+        folder: ChromaFolder | None = None,
     ) -> None:
-        """Join parts that are already open; the engine is closed with this object."""
+        """Join parts that are already open; engine and `folder` are closed with this object."""
         self.engine, self.index = engine, index
         self.retrieval = retrieval or RetrievalConfig()
         self.generation = generation or GenerationConfig()
-        self._ingestor = Ingestor(engine, index, proposer or RuleProposer())
+        self._folder = folder
+        self.ingestor = Ingestor(engine, index, proposer or RuleProposer())
 
     @property
     def proposer(self) -> NuggetProposer:
         """What suggests the nuggets of documents that are added."""
-        return self._ingestor.proposer
+        return self.ingestor.proposer
 
     @classmethod
     def open(
@@ -116,9 +128,13 @@ class CoinRAG:
         model: str | Path | LoadedModel | None = None,
         embedder: str | Embedder | None = None,
         chroma: str | None = None,
-        collection: str | None = None,
         dtype: DType | None = None,
         config: EngineConfig | None = None,
+        tenant: str = "default",
+        collection: str = "main",
+        limits: Limits | None = None,
+        remote: str | None = None,
+        add_fingerprint: bool = False,
         proposer: NuggetProposer | None = None,
         retrieval: RetrievalConfig | None = None,
         generation: GenerationConfig | None = None,
@@ -126,7 +142,10 @@ class CoinRAG:
         """Open the store in `folder`, or start one there when `model` is given.
 
         What is left out is taken from the store, and for a new one from the defaults
-        (`EngineConfig`, MiniLM, a Chroma database inside the store).
+        (`EngineConfig`, MiniLM, a Chroma database inside the store). Only documents of `tenant` and
+        `collection` can be seen or changed. `limits` become those of the store,
+        `remote` (a URL that fsspec knows) the storage behind it.
+        `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
             StoreError: no store there and no model given, or the folder cannot be used.
@@ -134,12 +153,12 @@ class CoinRAG:
             ModelError, UnsupportedModelError: the model cannot be loaded or served.
             SpanIndexError: Chroma cannot be reached, or holds another embedder's vectors.
         """
-        folder = Path(folder)
+        folder, scope = Path(folder), Scope(tenant=tenant, collection=collection)
         is_new = not (folder / SETTINGS_FILE).exists()
         if is_new and model is not None:
             # Stores that share a server must not share collections.
-            own = f"coinrag_{uuid4().hex[:8]}" if chroma else COLLECTION
-            before = StoreSettings(model=_name(model), collection=own)
+            own = f"{PREFIX}_{uuid4().hex[:8]}" if chroma else PREFIX
+            before = StoreSettings(model=_name(model), prefix=own)
         else:
             before = StoreSettings.load(folder)
         settings = replace(
@@ -147,8 +166,9 @@ class CoinRAG:
             model=before.model if model is None else _name(model),
             embedder=before.embedder if embedder is None else _embedder_name(embedder),
             chroma=chroma or before.chroma,
-            collection=collection or before.collection,
             dtype=dtype or before.dtype,
+            limits=before.limits if limits is None else limits,
+            remote=remote or before.remote,
             engine=config or before.engine,
         )
         # What costs nothing and writes nothing comes first, so that mistakes show at once.
@@ -161,26 +181,57 @@ class CoinRAG:
             if isinstance(model, LoadedModel)
             else load_model(resolve_model(settings.model), dtype=settings.dtype)
         )
-        engine = Engine(loaded, folder, settings.engine)
-        try:
-            client = server or open_client(folder / "chroma")
-            index = SpanIndex(client, searcher, settings.collection)
+        with ExitStack() as opened:
+            engine = Engine(
+                loaded,
+                folder,
+                settings.engine,
+                scope=scope,
+                limits=settings.limits,
+                remote=open_remote(settings.remote),
+                add_fingerprint=add_fingerprint,
+            )
+            opened.callback(engine.close)
+            own_folder = None if server else ChromaFolder.open(folder / "chroma")
+            if own_folder is not None:
+                opened.callback(own_folder.close)
+            client = server or own_folder
+            assert client is not None
+            index = SpanIndex(
+                client, searcher, f"{settings.prefix}.{scope}", mark=engine.folder / INDEX_MARK
+            )
             if is_new or settings != before:
                 settings.save(folder)
-        except CoinRAGError:
-            engine.close()
-            raise
-        return cls(engine, index, proposer=proposer, retrieval=retrieval, generation=generation)
+            rag = cls(
+                engine,
+                index,
+                proposer=proposer,
+                retrieval=retrieval,
+                generation=generation,
+                folder=own_folder,
+            )
+            rag.ingestor.mend()
+            opened.pop_all()
+        return rag
 
     def add(
         self, documents: Iterable[Document], on_progress: OnProgress | None = None
     ) -> IngestReport:
         """Add or replace documents. See `Ingestor.add`."""
-        return self._ingestor.add(documents, on_progress)
+        return self.ingestor.add(documents, on_progress)
 
     def delete(self, document_ids: Iterable[str]) -> int:
         """Remove documents and everything made of them; how many there were."""
-        return self._ingestor.delete(document_ids)
+        return self.ingestor.delete(document_ids)
+
+    def pin(self, document_ids: Iterable[str], *, pinned: bool = True) -> None:
+        """Keep the KV of documents from being evicted, or no longer.
+
+        Raises:
+            StoreError: another process is writing, or the disk refuses.
+        """
+        with self.engine.disk.writing(wait_seconds=WAIT_SECONDS):
+            self.engine.catalog.pin(document_ids, pinned=pinned)
 
     def retrieve(
         self, question: str, mode: Mode = "coinrag", config: RetrievalConfig | None = None
@@ -191,9 +242,10 @@ class CoinRAG:
             SpanIndexError: Chroma fails.
         """
         config = config or self.retrieval
+        live = self.engine.catalog.live
         if mode == "coinrag":
-            return self.index.search(question, config)
-        return self.index.search_chunks(question, config.n_chunks)
+            return self.index.search(question, config, live=live)
+        return self.index.search_chunks(question, config.n_chunks, live=live)
 
     def ask(
         self,
@@ -258,8 +310,10 @@ class CoinRAG:
         return ReplyStream(stream, spans, retrieve_ms)
 
     def close(self) -> None:
-        """Close the engine's files. The Chroma client stays for others that share it."""
+        """Close the engine's files, and the index if it lies in the store."""
         self.engine.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def __enter__(self) -> Self:
         """The object itself."""

@@ -11,7 +11,10 @@ from typing import Any
 from coinrag_integrations.demo.model import ensure_demo_model
 from coinrag_integrations.engine import EngineConfig, PromptTemplate
 from coinrag_integrations.engine.model import DType
+from coinrag_integrations.engine.store import Limits, Remote
+from coinrag_integrations.engine.store.retry import Retry
 from coinrag_integrations.errors import ConfigError, StoreError
+from coinrag_integrations.files import write_text
 from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.retrieval.embedders import (
     BGE_M3,
@@ -21,7 +24,11 @@ from coinrag_integrations.retrieval.embedders import (
 )
 
 SETTINGS_FILE = "store.json"
-COLLECTION = "coinrag"
+INDEX_MARK = "index.changing"
+PREFIX = "coinrag"
+FORMAT = 2
+# What the bytes of a store depend on; how it is used is for whoever opens it to say.
+_ENGINE = ("chunk_tokens", "context", "coverage", "codec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +37,18 @@ class StoreSettings:
 
     `model` is a folder, a hub name or "demo", `embedder` "minilm", "bge-m3" or
     "bge-m3:<folder or hub name>", `chroma` an address `http://host:port`, or None for a database
-    inside the store; `collection` names the two collections there.
+    inside the store; `prefix` begins the names of its collections there. `limits` bound the bytes on
+    disk, `remote` is the URL of storage behind it (credentials belong into the environment).
+    Of `engine`, only what the stored bytes depend on is remembered.
     """
 
     model: str
     embedder: str = "minilm"
     chroma: str | None = None
-    collection: str = COLLECTION
+    prefix: str = PREFIX
     dtype: DType = "auto"
+    limits: Limits = field(default_factory=Limits)
+    remote: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def save(self, folder: Path) -> None:
@@ -47,11 +58,12 @@ class StoreSettings:
             StoreError: the folder cannot be written.
         """
         path = folder / SETTINGS_FILE
-        temporary = path.with_suffix(".tmp")
+        value = {"format": FORMAT, **asdict(self)}
+        kept = {name: value["engine"][name] for name in _ENGINE}
+        value["engine"] = {**kept, "prompt": value["engine"]["prompt"]}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_text(path, json.dumps(value, indent=1) + "\n")
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
 
@@ -65,9 +77,13 @@ class StoreSettings:
         path = folder / SETTINGS_FILE
         try:
             value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            engine = value.pop("engine")
+            if value.pop("format", 1) != FORMAT:
+                raise StoreError(
+                    f"the store {folder} is of another version of this package: build it anew"
+                )
+            engine, limits = value.pop("engine"), Limits(**value.pop("limits"))
             prompt = PromptTemplate(**engine.pop("prompt"))
-            return cls(engine=EngineConfig(prompt=prompt, **engine), **value)
+            return cls(engine=EngineConfig(prompt=prompt, **engine), limits=limits, **value)
         except FileNotFoundError as error:
             raise StoreError(
                 f"there is no store in {folder}: build one with `coinrag build PATH --store {folder}`"
@@ -83,6 +99,15 @@ def resolve_model(name: str) -> str:
         ModelError: the demo model cannot be fetched.
     """
     return str(ensure_demo_model()) if name == "demo" else name
+
+
+def open_remote(url: str | None) -> Remote | None:
+    """The storage at a URL, with the patience of somebody who waits for an answer.
+
+    Raises:
+        ConfigError: no such URL, or what reads it is not installed.
+    """
+    return Remote.open(url, retry=Retry(attempts=4, total_s=10.0)) if url else None
 
 
 def make_embedder(name: str) -> Embedder:

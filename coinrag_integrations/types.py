@@ -6,15 +6,47 @@ characters of the text they belong to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
-from coinrag_integrations.errors import SpanError
+from coinrag_integrations.errors import ConfigError, SpanError
 
 ChunkId = NewType("ChunkId", str)
 Scalar = str | int | float | bool
 Metadata = Mapping[str, Scalar]
+
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,46}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """Whose documents: what belongs to another tenant or collection is not there.
+
+    Names are up to 48 lower-case letters, digits, `-` and `_`: they become names of folders and of
+    Chroma collections. Other names are for the caller to hash.
+
+    Raises:
+        ConfigError: a name of another form.
+    """
+
+    tenant: str = "default"
+    collection: str = "main"
+
+    def __post_init__(self) -> None:
+        """Refuse names that could be taken for a path, or for another name."""
+        for kind, name in (("tenant", self.tenant), ("collection", self.collection)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"the {kind} {name!r:.80} is no name: use 1 to 48 lower-case letters, digits, "
+                    "'-' and '_', first and last a letter or digit"
+                )
+
+    def __str__(self) -> str:
+        """Tenant and collection; no two scopes share it."""
+        return f"{self.tenant}.{self.collection}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

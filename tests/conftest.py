@@ -54,7 +54,9 @@ def model() -> LoadedModel:
 @pytest.fixture
 def engine(model: LoadedModel, tmp_path: Path) -> Iterator[Engine]:
     """An engine over an empty store; chunks of 32 tokens, every token kept."""
-    with Engine(model, tmp_path / "store", EngineConfig(chunk_tokens=32, coverage="all")) as it:
+    # What was stored is read, also where this machine is so busy that encoding would be faster.
+    config = EngineConfig(chunk_tokens=32, coverage="all", load="read")
+    with Engine(model, tmp_path / "store", config) as it:
         yield it
 
 

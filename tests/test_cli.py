@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 from coinrag_integrations.cli import main
+from coinrag_integrations.cli.options import parse_bytes
+from coinrag_integrations.errors import ConfigError
 from tests.tiny import save_tiny
 
+KV_FILES = "tenants/default/main/kv/*/??/*.safetensors"
 ARTICLE = (
     "The tidal organ of Marenqué was built by Bastien Roule in 1923. "
     "Its copper pipes hang below the sea wall and sound at every high tide. "
@@ -77,9 +80,7 @@ def test_build_ask_inspect_and_doctor_work_on_one_store(
     built = run("build", docs, "--store", store, "--model", tiny)
     assert built.code == 0
     assert (built.value["n_added"], built.value["n_encoded"]) == (2, 2)
-    assert built.value["bytes"] == sum(
-        path.stat().st_size for path in store.glob("kv/*/*.safetensors")
-    )
+    assert built.value["bytes"] == sum(path.stat().st_size for path in store.glob(KV_FILES))
 
     again = run("build", docs, "--store", store)
     assert (again.code, again.value["n_unchanged"], again.value["n_encoded"]) == (0, 2, 0)
@@ -98,7 +99,8 @@ def test_build_ask_inspect_and_doctor_work_on_one_store(
 
     listed = run("inspect", "--store", store)
     assert listed.value["document_ids"] == ["notes.md", "organ.txt"]
-    assert listed.value["kv_files"] == 2
+    (kv,) = listed.value["kv"].values()
+    assert kv["files"] == 2
     shown = run("inspect", "--store", store, "--document", "organ.txt")
     assert shown.value["chunks"][0]["text"] == ARTICLE
     assert all(n["text"] in ARTICLE for n in shown.value["chunks"][0]["nuggets"])
@@ -109,7 +111,76 @@ def test_build_ask_inspect_and_doctor_work_on_one_store(
     rotation = {"turned": "16 of 16 dimensions", "pairs": "half-split", "kinds": 1}
     assert healthy.value["model"]["rotation"] == rotation | {"layers_turned": "3 of 3"}
     assert healthy.value["model"]["layer_windows"] == [None]
-    assert healthy.value["model"]["fingerprint"] == listed.value["fingerprint"]
+    assert healthy.value["model"]["fingerprint"] == kv["fingerprint"]
+
+
+def test_a_store_is_looked_after_without_a_model(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    assert run("build", docs, "--store", store, "--model", tiny, "--coverage", "all").code == 0
+    sound = run("verify", "--store", store)
+    assert (sound.code, sound.value["sound"]) == (0, True)
+    question = ("ask", "--store", store, "Who built the tidal organ?", "--max-new-tokens", 4)
+    plain = run(*question).value["timings"]["bytes_read"]
+
+    converted = run("convert", "--store", store, "--codec", "int8")
+    assert converted.code == 0
+    assert converted.value["after"] < 0.7 * converted.value["before"]  # 16 dimensions share a scale
+    assert run(*question).value["timings"]["bytes_read"] < 0.7 * plain
+    again = run("convert", "--store", store, "--codec", "int4")
+    assert (again.code, again.value["error"]["type"]) == (1, "ConfigError")
+
+    path = next(iter(store.glob(KV_FILES)))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    broken = run("verify", "--store", store)
+    assert (broken.code, broken.value["sound"]) == (1, False)
+    mended = run("verify", "--store", store, "--repair")
+    assert (mended.code, mended.value["sound"], mended.value["repaired"]) == (0, True, 1)
+
+    deleted = run("delete", "--store", store, "notes.md")
+    assert (deleted.code, deleted.value["deleted"]) == (0, 1)
+    assert run("delete", "--store", store, "notes.md").code == 1
+    assert run("inspect", "--store", store).value["document_ids"] == ["organ.txt"]
+    assert run("gc", "--store", store).code == 0
+    assert run("verify", "--store", store).value["sound"] is True
+
+    limited = run("limit", "--store", store, "--max-bytes", "20MB", "--quota", "default=10MB")
+    assert limited.value["limits"] == {"max_bytes": 20_000_000, "tenant_bytes": {"default": 10**7}}
+    lifted = run("limit", "--store", store, "--quota", "default=none")
+    assert lifted.value["limits"] == {"max_bytes": 20_000_000, "tenant_bytes": {}}
+
+
+def test_tenants_of_a_store_do_not_see_each_other(
+    run: Run, tiny: Path, docs: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    for tenant in ("acme", "zeta"):
+        built = run("build", docs, "--store", store, "--model", tiny, "--tenant", tenant)
+        assert built.code == 0
+    assert run("inspect", "--store", store).code == 1
+    assert run("delete", "--store", store, "--tenant", "acme", "organ.txt").value["deleted"] == 1
+    seen = {
+        tenant: run("inspect", "--store", store, "--tenant", tenant).value["document_ids"]
+        for tenant in ("acme", "zeta")
+    }
+    assert seen == {"acme": ["notes.md"], "zeta": ["notes.md", "organ.txt"]}
+    asked = run("ask", "--store", store, "--tenant", "acme", "Who built the tidal organ?")
+    assert {span["document_id"] for span in asked.value["spans"]} == {"notes.md"}
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("200MB", 200_000_000), ("1.5GiB", 1_610_612_736), ("12", 12), ("3 kb", 3000), ("none", None)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, n_bytes: int | None) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1XB", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no number of bytes"):
+        parse_bytes(text)
 
 
 def test_doctor_needs_neither_a_model_nor_a_store(run: Run) -> None:
@@ -242,7 +313,7 @@ def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path)
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     deadline = time.monotonic() + 120
-    while len(list(store.glob("kv/*/*.safetensors"))) < 5:
+    while len(list(store.glob(KV_FILES))) < 5:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -250,7 +321,7 @@ def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert json.loads(out.splitlines()[-1])["error"]["type"] == "KeyboardInterrupt"
-    kept = {path: path.stat().st_mtime_ns for path in store.glob("kv/*/*.safetensors")}
+    kept = {path: path.stat().st_mtime_ns for path in store.glob(KV_FILES)}
     assert len(kept) >= 5
 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
@@ -258,4 +329,4 @@ def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path)
     assert report["documents"] == 12
     assert report["n_encoded"] == report["chunks"] - len(kept)
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
-    assert not list(store.glob("kv/*/.*.tmp"))
+    assert not list(store.glob("tenants/**/.*.tmp"))

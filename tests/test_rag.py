@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from coinrag_integrations.demo.data import demo_documents, demo_questions
 from coinrag_integrations.engine import EngineConfig, GenerationConfig, PromptTemplate
+from coinrag_integrations.engine.store import Limits
 from coinrag_integrations.errors import (
     BudgetError,
     ConfigError,
@@ -188,17 +190,39 @@ def test_settings_survive_a_round_trip(tmp_path):
         embedder="bge-m3:folder",
         chroma="http://127.0.0.1:8000",
         dtype="bfloat16",
+        limits=Limits(max_bytes=10**12, tenant_bytes={"a": 10**9, "b": 1}),
+        remote="s3://bucket/kv",
         engine=EngineConfig(
             chunk_tokens=99,
             context="after_prompt",
             coverage="all",
-            max_entries=1000,
+            codec="int4",
             prompt=PromptTemplate(system='"quoted"\n', answer="It is"),
         ),
     )
     settings.save(tmp_path)
     assert StoreSettings.load(tmp_path) == settings
     assert [p.name for p in tmp_path.iterdir()] == ["store.json"]
+
+
+def test_a_store_remembers_what_its_bytes_depend_on_and_not_how_it_is_used(tmp_path):
+    """Every option is either remembered, or its default again: another default is another test."""
+    used = {
+        "on_miss": "raise",
+        "max_entries": 1000,
+        "memory_bytes": 1 << 20,
+        "load": "read",
+        "batch_tokens": 77,
+        "kernels": "torch",
+        "execution": "compiled",
+    }
+    kept = {"chunk_tokens": 99, "context": "after_prompt", "coverage": "all", "codec": "int8"}
+    prompt = PromptTemplate(system="Short.")
+    assert {f.name for f in fields(EngineConfig)} == {*used, *kept, "prompt"}
+    given = EngineConfig(**used, **kept, prompt=prompt)
+    StoreSettings(model="m", engine=given).save(tmp_path)
+    assert StoreSettings.load(tmp_path).engine == EngineConfig(**kept, prompt=prompt)
+    assert json.loads((tmp_path / "store.json").read_text())["format"] == 2
 
 
 @pytest.mark.parametrize(
@@ -208,19 +232,44 @@ def test_settings_survive_a_round_trip(tmp_path):
         "{",
         "[]",
         "null",
-        "{}",
-        '{"engine": 3}',
-        '{"engine": {}}',
-        '{"model": "m", "engine": {"prompt": {}, "no_such": 1}}',
-        '{"model": "m", "engine": {"prompt": {}, "context": "x"}}',
-        '{"model": "m", "no_such": 1, "engine": {"prompt": {}}}',
-        '{"model": "m", "engine": {"prompt": {"user": "no slots"}}}',
+        '{"format": 2}',
+        '{"format": 2, "limits": {}, "engine": 3}',
+        '{"format": 2, "limits": {}, "engine": {}}',
+        '{"format": 2, "limits": 3, "model": "m", "engine": {"prompt": {}}}',
+        '{"format": 2, "model": "m", "engine": {"prompt": {}}}',
+        '{"format": 2, "limits": {"max_bytes": 0}, "model": "m", "engine": {"prompt": {}}}',
+        '{"format": 2, "limits": {"max_bytes": "x"}, "model": "m", "engine": {"prompt": {}}}',
+        '{"format": 2, "limits": {}, "model": "m", "engine": {"prompt": {}, "no_such": 1}}',
+        '{"format": 2, "limits": {}, "model": "m", "engine": {"prompt": {}, "context": "x"}}',
+        '{"format": 2, "limits": {}, "model": "m", "no_such": 1, "engine": {"prompt": {}}}',
+        '{"format": 2, "limits": {}, "model": "m", "engine": {"prompt": {"user": "no slots"}}}',
     ],
 )
 def test_settings_that_cannot_be_read_are_an_error_of_the_store(tmp_path, content):
     (tmp_path / "store.json").write_text(content)
     with pytest.raises(StoreError, match=r"cannot read .*store\.json"):
         CoinRAG.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"engine": 3}',
+        '{"model": "m", "embedder": "minilm", "engine": {"chunk_tokens": 512, "prompt": {}}}',
+        '{"format": 1}',
+        '{"format": 3}',
+        '{"format": "2"}',
+        '{"format": null}',
+    ],
+)
+def test_a_store_of_another_version_is_refused_and_left_alone(tmp_path, content):
+    (tmp_path / "store.json").write_text(content)
+    for options in ({}, {"model": supported_model("llama"), "embedder": HashEmbedder()}):
+        with pytest.raises(StoreError, match="is of another version of this package: build it"):
+            CoinRAG.open(tmp_path, **options)
+    assert (tmp_path / "store.json").read_text() == content
+    assert [p.name for p in tmp_path.iterdir()] == ["store.json"]
 
 
 def test_without_a_store_and_a_model_there_is_nothing_to_open(tmp_path):
@@ -299,6 +348,62 @@ def test_options_given_at_opening_go_before_those_of_the_store_and_are_remembere
         assert rag.engine.config.chunk_tokens == 64
     with open_tiny(tmp_path, model=model) as rag:
         assert rag.engine.config.chunk_tokens == 64
+
+
+def test_a_stores_caps_are_remembered_until_others_are_given(tmp_path):
+    model = supported_model("llama")
+    limits = Limits(max_bytes=10**9, tenant_bytes={"a": 10**8})
+    with open_tiny(tmp_path, model=model, limits=limits) as rag:
+        assert rag.engine.disk.limits == limits
+    with open_tiny(tmp_path, model=model) as rag:
+        assert rag.engine.disk.limits == limits
+    with open_tiny(tmp_path, model=model, limits=Limits()) as rag:
+        assert not rag.engine.disk.limits
+    with open_tiny(tmp_path, model=model) as rag:
+        assert not rag.engine.disk.limits
+
+
+def test_another_encoding_stands_beside_the_first_only_where_that_is_asked_for(tmp_path):
+    model = supported_model("llama")
+    coded = EngineConfig(codec="int8", load="read")
+    with open_tiny(tmp_path, model=model) as rag:
+        rag.add(DOCUMENTS)
+        n_chunks = rag.engine.catalog.counts()["chunks"]
+    with pytest.raises(FingerprintMismatchError, match="codec is none, this engine has int8"):
+        open_tiny(tmp_path, model=model, config=coded)
+    assert StoreSettings.load(tmp_path).engine.codec == "none"
+    with open_tiny(tmp_path, model=model, config=coded, add_fingerprint=True) as rag:
+        first, again = rag.ask(QUESTION), rag.ask(QUESTION)
+        assert first.answer.recomputed != ()
+        assert again.answer.recomputed == ()
+        assert rag.engine.catalog.counts()["chunks"] == n_chunks
+    with open_tiny(tmp_path, model=model) as rag:  # the store was opened in this codec last
+        assert rag.engine.config.codec == "int8"
+        assert rag.ask(QUESTION).text == first.text
+
+
+def test_pinned_documents_are_remembered_and_those_that_are_deleted_forgotten(tmp_path):
+    with open_tiny(tmp_path, model=supported_model("llama")) as rag:
+        rag.add(DOCUMENTS)
+        rag.pin(["organ", "mill"])
+        rag.pin(["mill"], pinned=False)
+    with open_tiny(tmp_path, model=supported_model("llama")) as rag:
+        assert rag.engine.catalog.pins() == ["organ"]
+        rag.delete(["organ"])
+        assert rag.engine.catalog.pins() == []
+
+
+def test_pinned_documents_are_still_there_when_all_others_were_evicted(tmp_path):
+    model = supported_model("llama")
+    with open_tiny(tmp_path, model=model) as rag:
+        rag.add(DOCUMENTS)
+        pinned = set(rag.engine.catalog.chunk_ids("mill"))
+        rag.pin(["mill"])
+    with open_tiny(tmp_path, model=model, limits=Limits(max_bytes=1)) as rag:
+        with rag.engine.disk.writing(), pytest.raises(StoreError, match="pinned KV"):
+            rag.engine.disk.enforce()
+        assert set(rag.engine.store) == pinned != set()
+        assert rag.ask(QUESTION, generation=SHORT).spans[0].document_id == "organ"
 
 
 def test_the_demos_data_are_well_formed():

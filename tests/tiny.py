@@ -226,7 +226,8 @@ def fill(engine: Engine, text: str = TEXT, document_id: str = "doc") -> list[Chu
     chunks = list(engine.chunk(Document(document_id=document_id, text=text)))
     for chunk, kv in engine.encode(chunks):
         engine.store_chunk(chunk, kv)
-    engine.catalog.put_chunks(chunks)
+    engine.catalog.begin_document(document_id, "0", chunks)
+    engine.catalog.finish_document(document_id, "0")
     return chunks
 
 

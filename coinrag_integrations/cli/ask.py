@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coinrag_integrations.cli.options import Chunks, Json, Model, Nuggets, Store
+from coinrag_integrations.cli.options import Chunks, Collection, Json, Model, Nuggets, Store, Tenant
 from coinrag_integrations.cli.output import Output, megabytes
 
 
@@ -22,6 +22,8 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     model: Model = None,
+    tenant: Tenant = "default",
+    collection: Collection = "main",
     show_spans: Annotated[
         bool, typer.Option("--show-spans", help="Print what it rests on.")
     ] = False,
@@ -33,7 +35,7 @@ def ask(
     from coinrag_integrations.rag import CoinRAG
     from coinrag_integrations.retrieval import RetrievalConfig
 
-    with CoinRAG.open(store, model=model) as rag:
+    with CoinRAG.open(store, model=model, tenant=tenant, collection=collection) as rag:
         stream = rag.stream(
             question,
             mode,  # type: ignore[arg-type]  # checked by stream, which names the modes

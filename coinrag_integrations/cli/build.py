@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coinrag_integrations.cli.options import Json, Store
+from coinrag_integrations.cli.options import Collection, Json, Store, Tenant, parse_bytes
 from coinrag_integrations.cli.output import Output, megabytes
 
 
@@ -27,16 +27,27 @@ def build(
     chroma: Annotated[
         str | None, typer.Option(help="http://host:port of a Chroma server; default: in the store.")
     ] = None,
-    collection: Annotated[
-        str | None, typer.Option(help="Name of the Chroma collections; a server gets a new one.")
-    ] = None,
     context: Annotated[
         str | None, typer.Option(help="Encode chunks 'alone' (default) or 'after_prompt'.")
     ] = None,
     coverage: Annotated[
         str | None, typer.Option(help="Keep the KV of 'nuggets' (default) or 'all' tokens.")
     ] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Keep KV as it is ('none', default), as 'int8' or 'int4'.")
+    ] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk (default 512).")] = None,
+    tenant: Tenant = "default",
+    collection: Collection = "main",
+    max_bytes: Annotated[
+        str | None, typer.Option(help="Cap of the whole folder on disk, e.g. 200MB.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option(help="Storage behind the folder, e.g. s3://bucket/prefix.")
+    ] = None,
+    add_fingerprint: Annotated[
+        bool, typer.Option("--add-fingerprint", help="Let KV of another encoding stand beside.")
+    ] = False,
     strict: Annotated[bool, typer.Option(help="Stop at the first unreadable file.")] = False,
     json: Json = False,
 ) -> None:
@@ -70,8 +81,14 @@ def build(
         model=model or (known.model if is_new else None),
         embedder=embedder,
         chroma=chroma,
+        config=_config(
+            known, context=context, coverage=coverage, codec=codec, chunk_tokens=chunk_tokens
+        ),
+        tenant=tenant,
         collection=collection,
-        config=_config(known, context, coverage, chunk_tokens),
+        limits=_limits(known, max_bytes),
+        remote=remote,
+        add_fingerprint=add_fingerprint,
     ) as rag:
         with output.ingesting() as show:
             report = rag.add(documents, show)
@@ -102,8 +119,15 @@ def _started(documents: Any) -> Any:
     return None if first is None else chain([first], documents)
 
 
-def _config(known: Any, context: str | None, coverage: str | None, chunk_tokens: int | None) -> Any:
+def _config(known: Any, **changes: Any) -> Any:
     from dataclasses import replace
 
-    changes = {"context": context, "coverage": coverage, "chunk_tokens": chunk_tokens}
     return replace(known.engine, **{k: v for k, v in changes.items() if v is not None})
+
+
+def _limits(known: Any, max_bytes: str | None) -> Any:
+    from dataclasses import replace
+
+    if max_bytes is None:
+        return known.limits
+    return replace(known.limits, max_bytes=parse_bytes(max_bytes))

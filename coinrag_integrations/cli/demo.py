@@ -95,11 +95,12 @@ def open_demo(output: Output, store: Path | None, model: str, *, clean: bool = F
     from coinrag_integrations.demo.model import demo_cache, ensure_demo_model
     from coinrag_integrations.engine import EngineConfig, GenerationConfig
     from coinrag_integrations.rag import CoinRAG
+    from coinrag_integrations.settings import FORMAT
 
     if model == "demo":
         with output.console.status("the demo model") as status:
             ensure_demo_model(lambda step: status.update(f"{step} …"))
-    folder = store or demo_cache() / "demo-store"
+    folder = store or demo_cache() / f"demo-store-{FORMAT}"
     if clean:
         shutil.rmtree(folder, ignore_errors=True)
     documents = demo_documents()

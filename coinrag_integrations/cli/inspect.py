@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from coinrag_integrations.cli.options import Json, Store
+from coinrag_integrations.cli.options import Collection, Json, Store, Tenant
 from coinrag_integrations.cli.output import Output, megabytes
 
 if TYPE_CHECKING:
@@ -21,16 +20,24 @@ def inspect(
     document: Annotated[
         str | None, typer.Option(help="Show a document's chunks with their nuggets marked.")
     ] = None,
+    tenant: Tenant = "default",
+    collection: Collection = "main",
     json: Json = False,
 ) -> None:
     """Show a store's settings, sizes and documents, or one document's nuggets."""
     output = Output(as_json=json)
-    from coinrag_integrations.engine.store import Catalog
+    from coinrag_integrations.engine.store import Catalog, Disk, scope_folder, scopes
+    from coinrag_integrations.engine.store.disk import KV
+    from coinrag_integrations.engine.store.variants import variants
     from coinrag_integrations.errors import StoreError
     from coinrag_integrations.settings import StoreSettings
+    from coinrag_integrations.types import Scope
 
-    settings = StoreSettings.load(store)
-    with Catalog(store / "catalog.sqlite") as catalog:
+    settings, scope = StoreSettings.load(store), Scope(tenant=tenant, collection=collection)
+    if scope not in scopes(store):
+        raise StoreError(f"{store} holds nothing of {scope}: build it with --tenant, --collection")
+    folder = scope_folder(store, scope)
+    with Catalog(folder / "catalog.sqlite") as catalog:
         if document is not None:
             chunks = [catalog.chunk(i) for i in catalog.chunk_ids(document)]
             if not chunks:
@@ -40,28 +47,32 @@ def inspect(
                 )
             _show_document(output, chunks)
             return
-        counts, documents = catalog.counts(), catalog.documents()
+        counts, documents, pins = catalog.counts(), catalog.documents(), catalog.pins()
         n_nuggets = sum(len(chunk.nuggets) for chunk in catalog.chunks())
-    sizes = [path.stat().st_size for path in (store / "kv").glob("??/*.safetensors")]
-    fingerprint = json_module.loads((store / "kv" / "fingerprint.json").read_text(encoding="utf-8"))
     output.say(
-        f"{store}: {counts['documents']} documents, {counts['chunks']} chunks, {n_nuggets} nuggets, "
-        f"{len(sizes)} KV files of {megabytes(sum(sizes))}"
+        f"{store} {scope}: {counts['documents']} documents, {counts['chunks']} chunks, "
+        f"{n_nuggets} nuggets; {megabytes(Disk(store).usage()[''])} on disk in all"
     )
-    output.say(f"model {settings.model}, embedder {settings.embedder}")
-    for name, value in fingerprint.items():
-        output.console.print(f"  {name}: {value}", markup=False)
+    output.say(f"model {settings.model}, embedder {settings.embedder}, {settings.limits}")
+    kv: dict[str, dict[str, Any]] = {}
+    for name, fingerprint in variants(folder / KV).items():
+        sizes = [path.stat().st_size for path in (folder / KV / name).glob("??/*.safetensors")]
+        kv[name] = {"files": len(sizes), "bytes": sum(sizes), "fingerprint": fingerprint.to_dict()}
+        output.say(f"fingerprint {name}: {len(sizes)} KV files of {megabytes(sum(sizes))}")
+        for key, value in fingerprint.to_dict().items():
+            output.console.print(f"  {key}: {value}", markup=False)
     for name in documents:
-        output.console.print(f"  {name}", markup=False)
+        output.console.print(f"  {name}{' (pinned)' if name in pins else ''}", markup=False)
     output.result(
         {
             "settings": asdict(settings),
-            "fingerprint": fingerprint,
+            "scope": asdict(scope),
             **counts,
             "nuggets": n_nuggets,
-            "kv_files": len(sizes),
-            "bytes": sum(sizes),
+            "kv": kv,
+            "bytes": sum(item["bytes"] for item in kv.values()),
             "document_ids": documents,
+            "pinned": pins,
         }
     )
 

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from coinrag_integrations import __version__
-from coinrag_integrations.cli import ask, bench, build, demo, doctor, inspect
+from coinrag_integrations.cli import ask, bench, build, demo, doctor, inspect, look_after, plan
 from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import CoinRAGError
 
@@ -23,9 +23,15 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(demo.demo)
+app.command()(plan.plan)
 app.command()(build.build)
 app.command()(ask.ask)
 app.command(name="inspect")(inspect.inspect)
+app.command()(look_after.verify)
+app.command()(look_after.gc)
+app.command()(look_after.convert)
+app.command()(look_after.delete)
+app.command()(look_after.limit)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

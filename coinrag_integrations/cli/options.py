@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from coinrag_integrations.errors import ConfigError
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of stdout.")]
 Store = Annotated[Path, typer.Option("--store", help="The store's folder.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose documents.")]
+Collection = Annotated[str, typer.Option("--collection", help="Which of the tenant's collections.")]
 Model = Annotated[
     str | None,
     typer.Option("--model", help="Local folder, hub name, or 'demo'. Default: what the store has."),
@@ -22,3 +27,18 @@ DemoStore = Annotated[
 DemoModel = Annotated[str, typer.Option("--model", help="Local folder, hub name, or 'demo'.")]
 Chunks = Annotated[int, typer.Option("--n-chunks", min=1, help="Chunks found by stage one.")]
 Nuggets = Annotated[int, typer.Option("--n-nuggets", min=1, help="Nuggets found by stage two.")]
+
+
+def parse_bytes(text: str) -> int | None:
+    """A number of bytes with an optional unit (kB, MB, GB, TB, KiB, MiB …); "none" is None.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text.lower() == "none":
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not match:
+        raise ConfigError(f"{text!r} is no number of bytes: use for example 200MB, 1.5GiB or none")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))

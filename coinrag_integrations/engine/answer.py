@@ -111,11 +111,11 @@ class AnswerBatch:
 
     def answers(self) -> list[Answer]:
         """What has been answered so far. The times are those of the batch."""
-        timings, bytes_per_entry = self._watch.timings(), self._model.layout.bytes_per_entry
+        timings = self._watch.timings()
         rows = zip(
             self._writers,
             self._composed.prefix.plans,
-            self._composed.recomputed,
+            self._composed.loaded,
             self._questions,
             strict=True,
         )
@@ -124,7 +124,7 @@ class AnswerBatch:
                 text="".join(writer.pieces),
                 finish_reason=writer.finish,
                 spans=plan.refs,
-                recomputed=recomputed,
+                recomputed=loaded.recomputed,
                 usage=Usage(
                     cached=plan.n_entries,
                     online=plan.n_online + len(question),
@@ -132,11 +132,12 @@ class AnswerBatch:
                 ),
                 timings=replace(
                     timings,
-                    bytes_read=bytes_per_entry
-                    * (sum(map(len, plan.refs)) - sum(map(len, recomputed))),
+                    bytes_read=loaded.bytes_read,
+                    bytes_in_memory=loaded.bytes_in_memory,
+                    n_declined=loaded.n_declined,
                 ),
             )
-            for writer, plan, recomputed, question in rows
+            for writer, plan, loaded, question in rows
         ]
 
 

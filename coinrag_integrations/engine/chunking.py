@@ -7,18 +7,22 @@ from collections import Counter
 from coinrag_integrations.engine.fingerprint import canonical_digest
 from coinrag_integrations.engine.tokens import Encoding, TextTokenizer
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.types import Chunk, ChunkId, Document
+from coinrag_integrations.types import Chunk, ChunkId, Document, Scope
 
 CHUNK_TOKENS = 512
 
 
 def chunk_document(
-    document: Document, tokenizer: TextTokenizer, n_tokens: int = CHUNK_TOKENS
+    document: Document,
+    tokenizer: TextTokenizer,
+    n_tokens: int = CHUNK_TOKENS,
+    scope: Scope | None = None,
 ) -> tuple[Chunk, ...]:
     """The document's chunks, in order; joined, their texts are the document's text.
 
     Every chunk but the last has `n_tokens` tokens, or up to three fewer where a character made of
-    several tokens would be cut. An empty document, or one without a single token, has no chunks.
+    several tokens would be cut. Ids differ between scopes. An empty document, or one without a single
+    token, has no chunks.
 
     Raises:
         ConfigError: `n_tokens` is too small to hold every character.
@@ -27,6 +31,7 @@ def chunk_document(
         raise ConfigError(f"chunks of {n_tokens} tokens are too small: use at least 8")
     encoding = tokenizer.encode(document.text)
     bounds = _bounds(encoding, n_tokens)
+    owner = scope or Scope()
     seen: Counter[tuple[int, ...]] = Counter()
     chunks = []
     for index, (first, stop) in enumerate(bounds):
@@ -35,7 +40,7 @@ def chunk_document(
         end = len(document.text) if stop == len(encoding.ids) else encoding.offsets[stop - 1][1]
         chunks.append(
             Chunk(
-                chunk_id=_chunk_id(document.document_id, ids, seen[ids]),
+                chunk_id=_chunk_id(owner, document.document_id, ids, seen[ids]),
                 document_id=document.document_id,
                 index=index,
                 text=document.text[begin:end],
@@ -69,7 +74,13 @@ def _bounds(encoding: Encoding, n_tokens: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def _chunk_id(document_id: str, ids: tuple[int, ...], occurrence: int) -> ChunkId:
-    """128 bits over the document, the tokens, and how often they came before in the document."""
-    value = {"document": document_id, "tokens": ids, "occurrence": occurrence}
+def _chunk_id(scope: Scope, document_id: str, ids: tuple[int, ...], occurrence: int) -> ChunkId:
+    """128 bits over the scope, the document, the tokens, and how often they came before in it."""
+    value = {
+        "tenant": scope.tenant,
+        "collection": scope.collection,
+        "document": document_id,
+        "tokens": ids,
+        "occurrence": occurrence,
+    }
     return ChunkId(canonical_digest(value)[:32])

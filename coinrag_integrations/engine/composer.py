@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
+from coinrag_integrations.engine.cost import CostModel
 from coinrag_integrations.engine.kernels import Kernels
 from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.engine.plan import PrefixPlan
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.rope import RopeTable
-from coinrag_integrations.engine.store import KVStore
+from coinrag_integrations.engine.store import KVStore, PackedChunk, ReadReport, Stage
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.upload import Uploader
-from coinrag_integrations.errors import SpanError, StoreError
-from coinrag_integrations.types import ChunkId, SpanRef
+from coinrag_integrations.errors import SlowReadError, SpanError, StoreError
+from coinrag_integrations.types import ChunkId, Span, SpanRef
 
 OnMiss = Literal["recompute", "raise"]
-Recompute = Callable[[ChunkId, StoreError], torch.Tensor]
+# Of chunks and the bytes to read of them, those that had better be encoded anew, and why.
+Decline = Callable[[Mapping[ChunkId, int]], Mapping[ChunkId, StoreError]]
+# Encodes a chunk again; the spans of it that are wanted, and why they were not read.
+Recompute = Callable[[ChunkId, Sequence[Span], StoreError], PackedChunk]
 # On a GPU, spans are read, copied and placed in pieces of this size, so that the three overlap: large
 # enough for the bus to run at full speed, small enough that the last piece is soon done. Staged entries
 # are not cut by layer: a layer of them is not contiguous, and copying it would need another buffer.
@@ -30,11 +35,25 @@ PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Where the spans of one plan came from.
+
+    `recomputed` were encoded again, `n_declined` of them because reading would have taken longer;
+    the bytes are those of all others.
+    """
+
+    recomputed: tuple[SpanRef, ...]
+    n_declined: int
+    bytes_read: int
+    bytes_in_memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A prefix for each plan, side by side, and what of each had to be recomputed on the way."""
+    """A prefix for each plan, side by side, and how each was come by."""
 
     prefix: Prefix
-    recomputed: tuple[tuple[SpanRef, ...], ...]
+    loaded: tuple[Loaded, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +67,7 @@ class Composer:
     store: KVStore
     prompts: PromptCache
     uploader: Uploader
+    cost: CostModel
 
     def compose(
         self,
@@ -56,11 +76,13 @@ class Composer:
         *,
         room: int = 0,
         recompute: Recompute | None = None,
+        decline: Decline | None = None,
     ) -> Composed:
         """Load and place every entry of `plans`, with `room` rows behind the longest of them.
 
-        `recompute(chunk_id, error)` gives a chunk's kv [T, L, 2, H, D] when a span of it is missing
-        or cannot be trusted (it is told the error); without it the store's error is raised.
+        `recompute(chunk_id, spans, error)` gives what would be stored of a chunk when spans of it are
+        missing or cannot be trusted; without it the store's error is raised. `decline` says which
+        chunks not to read in the first place.
 
         Raises:
             StoreError: a span cannot be read, and `recompute` is None.
@@ -68,17 +90,16 @@ class Composer:
         """
         refs = [ref for plan in plans for ref in plan.refs]
         heads = [self.prompts.get(plan.head) for plan in plans if plan.head]
-        n_heads = sum(map(len, heads))
         on_gpu = self.device.type == "cuda"
         with watch.part("load", wait=False):
-            shape = self.layout.staged(n_heads + sum(map(len, refs)))
-            staged = torch.empty(shape, dtype=self.layout.dtype, pin_memory=on_gpu)
-            piece_bytes = PIECE_BYTES if on_gpu else None
-            pieces = list(_cut(refs, n_heads, self.layout.bytes_per_entry, piece_bytes))
-            reads = [self.store.start_read(refs[p.refs], staged[p.read]) for p in pieces]
-            if heads:
-                torch.cat(heads, out=staged[:n_heads])
-            reads[0].wait()  # Python shared with the reading threads would slow down both
+            stage = self.store.stage(refs, pin=on_gpu)
+            pieces = list(_cut(stage, PIECE_BYTES)) if on_gpu else [slice(0, len(refs))]
+            declined = _declined(stage, decline) if recompute and decline else {}
+            reads = (
+                [self.store.start_read(stage, piece, without=declined) for piece in pieces]
+                if on_gpu
+                else []
+            )
         with watch.part("compose", wait=False):
             n_entries = max(plan.n_entries for plan in plans)
             kv = empty_kv(self.layout, n_entries + room, self.device, len(plans))
@@ -87,48 +108,58 @@ class Composer:
             positions, slots = _lay_out(plans, n_entries + room)
             rotation = self.rope.rotation(positions, self.device)
             where = torch.from_numpy(slots).to(self.device, non_blocking=True)
-        errors: dict[int, StoreError] = {}
-        for piece, read in zip(pieces, reads, strict=True):
+            n_heads = sum(map(len, heads))
+            if heads:
+                entries = self.uploader.upload(torch.cat(heads) if len(heads) > 1 else heads[0])
+                self.kernels.place(entries, rotation[:n_heads], kv, where[:n_heads])
+        total = ReadReport()
+        for number, piece in enumerate(pieces):
             with watch.part("load", wait=False):
-                failed = {piece.refs.start + i: error for i, error in read.wait().items()}
-            if failed:
+                begin = time.perf_counter()
+                report = (
+                    reads[number].result()
+                    if reads
+                    else self.store.read(stage, piece, without=declined)
+                )
+                self.cost.observe(report, time.perf_counter() - begin)
+            for index in range(len(refs))[piece]:
+                if refs[index].chunk_id in declined:
+                    report.errors[index] = declined[refs[index].chunk_id]
+            if report.errors:
                 with watch.part("recompute"):
-                    _mend(refs, failed, staged[n_heads:], recompute)
-                errors |= failed
+                    _mend(stage, report.errors, recompute)
+            total.add(report)
             with watch.part("compose", wait=piece is pieces[-1]):
-                rows = piece.place
-                entries = self.uploader.upload(staged[rows])
+                rows = _rows(stage, piece, n_heads)
+                entries = self.uploader.upload(stage.entries(piece))
                 self.kernels.place(entries, rotation[rows], kv, where[rows])
-        n_read = sum(len(ref) for index, ref in enumerate(refs) if index not in errors)
-        watch.bytes_read += self.layout.bytes_per_entry * n_read
         return Composed(
-            prefix=Prefix(kv=kv, plans=tuple(plans)), recomputed=tuple(_by_plan(plans, errors))
+            prefix=Prefix(kv=kv, plans=tuple(plans)), loaded=tuple(_by_plan(plans, total))
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some of the spans, the rows of the stage they are read into, and the rows to place then."""
+def _declined(stage: Stage, decline: Decline) -> Mapping[ChunkId, StoreError]:
+    """The chunks that are better encoded than read, and why."""
+    n_bytes: dict[ChunkId, int] = {}
+    for ref in stage.refs:
+        n_bytes[ref.chunk_id] = n_bytes.get(ref.chunk_id, 0) + stage.codec.n_bytes(len(ref))
+    return decline(n_bytes)
 
-    refs: slice
-    read: slice
-    place: slice
+
+def _cut(stage: Stage, piece_bytes: int) -> Iterator[slice]:
+    """Consecutive spans of at least `piece_bytes` together."""
+    first, n_bytes = 0, 0
+    for index, ref in enumerate(stage.refs):
+        n_bytes += stage.codec.n_bytes(len(ref))
+        if n_bytes >= piece_bytes or index == len(stage.refs) - 1:
+            yield slice(first, index + 1)
+            first, n_bytes = index + 1, 0
 
 
-def _cut(
-    refs: Sequence[SpanRef], n_heads: int, bytes_per_entry: int, piece_bytes: int | None
-) -> Iterator[_Piece]:
-    """Consecutive spans of at least `piece_bytes` together (None: all); heads go with the first."""
-    first, first_row, row = 0, n_heads, n_heads
-    for index, ref in enumerate(refs):
-        row += len(ref)
-        full = piece_bytes is not None and (row - first_row) * bytes_per_entry >= piece_bytes
-        if full or index == len(refs) - 1:
-            placed = slice(first_row if first else 0, row)
-            yield _Piece(slice(first, index + 1), slice(first_row, row), placed)
-            first, first_row = index + 1, row
-    if not refs:
-        yield _Piece(slice(0, 0), slice(n_heads, n_heads), slice(0, n_heads))
+def _rows(stage: Stage, piece: slice, n_heads: int) -> slice:
+    """Where the entries of consecutive spans come among all that are placed, heads first."""
+    rows = stage.rows[piece]
+    return slice(n_heads + rows[0].start, n_heads + rows[-1].stop) if rows else slice(0, 0)
 
 
 def _lay_out(
@@ -145,33 +176,35 @@ def _lay_out(
     return positions, slots
 
 
-def _mend(
-    refs: Sequence[SpanRef],
-    failed: dict[int, StoreError],
-    staged: torch.Tensor,
-    recompute: Recompute | None,
-) -> None:
-    """Fill the rows of spans that could not be read; `staged` begins with the first span's."""
+def _mend(stage: Stage, failed: Mapping[int, StoreError], recompute: Recompute | None) -> None:
+    """Fill the rows of spans that could not be read."""
     if recompute is None:
         raise next(iter(failed.values()))
-    chunks = {refs[index].chunk_id: error for index, error in failed.items()}
-    fresh = {chunk_id: recompute(chunk_id, error) for chunk_id, error in chunks.items()}
-    stops = np.cumsum([len(ref) for ref in refs])
+    by_chunk: dict[ChunkId, list[int]] = {}
     for index in failed:
-        ref, kv = refs[index], fresh[refs[index].chunk_id]
-        if ref.stop > len(kv):
-            raise SpanError(
-                f"span [{ref.start}, {ref.stop}) ends after the {len(kv)} tokens of "
-                f"chunk {ref.chunk_id}"
-            )
-        staged[stops[index] - len(ref) : stops[index]] = kv[ref.start : ref.stop].cpu()
+        by_chunk.setdefault(stage.refs[index].chunk_id, []).append(index)
+    for chunk_id, indices in by_chunk.items():
+        spans = [Span(stage.refs[i].start, stage.refs[i].stop) for i in indices]
+        fresh = recompute(chunk_id, spans, failed[indices[0]])
+        for index, span in zip(indices, spans, strict=True):
+            stored = fresh.rows(span)
+            if stored is None:
+                raise SpanError(
+                    f"span [{span.start}, {span.stop}) ends after the {fresh.n_tokens} tokens of "
+                    f"chunk {chunk_id}"
+                )
+            stage.fill(index, fresh.parts, stored)
 
 
-def _by_plan(
-    plans: Sequence[PrefixPlan], errors: dict[int, StoreError]
-) -> Iterator[tuple[SpanRef, ...]]:
-    """Of each plan the spans that failed."""
+def _by_plan(plans: Sequence[PrefixPlan], report: ReadReport) -> Iterator[Loaded]:
+    """What a report says of the spans of each plan."""
     first = 0
     for plan in plans:
-        yield tuple(ref for i, ref in enumerate(plan.refs, first) if i in errors)
+        spans = dict(enumerate(plan.refs, first))
         first += len(plan.refs)
+        yield Loaded(
+            recomputed=tuple(ref for index, ref in spans.items() if index in report.errors),
+            n_declined=sum(isinstance(report.errors.get(i), SlowReadError) for i in spans),
+            bytes_read=sum(report.disk.get(i, 0) + report.remote.get(i, 0) for i in spans),
+            bytes_in_memory=sum(report.memory.get(i, 0) for i in spans),
+        )

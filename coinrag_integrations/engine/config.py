@@ -7,10 +7,12 @@ from typing import Literal
 
 from coinrag_integrations.engine.chunking import CHUNK_TOKENS
 from coinrag_integrations.engine.composer import OnMiss
+from coinrag_integrations.engine.cost import Load
 from coinrag_integrations.engine.encoder import Context
 from coinrag_integrations.engine.kernels import Implementation
 from coinrag_integrations.engine.prompt import PromptTemplate
 from coinrag_integrations.engine.runner import Execution
+from coinrag_integrations.engine.store.codec import CODECS, CodecName
 from coinrag_integrations.errors import ConfigError
 
 Coverage = Literal["nuggets", "all"]
@@ -22,7 +24,10 @@ class EngineConfig:
 
     `context` "alone" encodes chunks without the prompt, so they serve any prompt; "after_prompt"
     lets them see its head, which then is part of the fingerprint. `coverage` "nuggets" stores only
-    the tokens of nuggets, "all" stores every token. `max_entries` bounds a prefix (None: the
+    the tokens of nuggets, "all" stores every token. `codec` "none" stores entries as they are, "int8"
+    and "int4" as codes of so many bits. `memory_bytes` of spans are kept in host memory once they were
+    read. `load` "auto" encodes a chunk anew when reading it would clearly take longer (from slow remote
+    storage or a busy disk), "read" never does. `max_entries` bounds a prefix (None: the
     model's window does). `on_miss` says what happens when a span's KV is missing or corrupt.
     `execution` "compiled" runs questions and answers through `torch.compile` (tens of seconds the
     first time, needs a C++ compiler on a CPU), "graph" as CUDA graphs.
@@ -31,8 +36,11 @@ class EngineConfig:
     chunk_tokens: int = CHUNK_TOKENS
     context: Context = "alone"
     coverage: Coverage = "nuggets"
+    codec: CodecName = "none"
     on_miss: OnMiss = "recompute"
     max_entries: int | None = None
+    memory_bytes: int = 0
+    load: Load = "auto"
     batch_tokens: int = 2048
     kernels: Implementation = "auto"
     execution: Execution = "eager"
@@ -43,9 +51,13 @@ class EngineConfig:
         for name, value, known in (
             ("context", self.context, ("alone", "after_prompt")),
             ("coverage", self.coverage, ("nuggets", "all")),
+            ("codec", self.codec, CODECS),
+            ("load", self.load, ("auto", "read")),
             ("on_miss", self.on_miss, ("recompute", "raise")),
             ("execution", self.execution, ("eager", "compiled", "graph")),
             ("kernels", self.kernels, ("auto", "torch", "numba", "triton")),
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}: use one of {', '.join(known)}")
+        if self.memory_bytes < 0:
+            raise ConfigError(f"memory_bytes is {self.memory_bytes}: it cannot be negative")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream
 from coinrag_integrations.engine.chunking import chunk_document
 from coinrag_integrations.engine.composer import Composed, Composer
 from coinrag_integrations.engine.config import EngineConfig
+from coinrag_integrations.engine.cost import CostModel
 from coinrag_integrations.engine.encoder import batches, encode
 from coinrag_integrations.engine.fingerprint import Fingerprint
 from coinrag_integrations.engine.generation import GenerationConfig, check_room
@@ -26,13 +28,31 @@ from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt import build_prompt
 from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.runner import StaticRunners
-from coinrag_integrations.engine.store import Catalog, KVStore
+from coinrag_integrations.engine.store import (
+    Catalog,
+    Disk,
+    KVStore,
+    Limits,
+    PackedChunk,
+    Remote,
+    scope_folder,
+    variants,
+)
+from coinrag_integrations.engine.store.disk import KV
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.upload import Uploader
-from coinrag_integrations.errors import ChunkNotFoundError, ConfigError, StoreError
-from coinrag_integrations.types import Chunk, ChunkId, Document, Span, SpanRef
+from coinrag_integrations.errors import (
+    ChunkNotFoundError,
+    ConfigError,
+    RemoteError,
+    SlowReadError,
+    StoreError,
+)
+from coinrag_integrations.types import Chunk, ChunkId, Document, Scope, Span, SpanRef
 
 logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 128
 
 
 class Engine:
@@ -42,9 +62,21 @@ class Engine:
     """
 
     def __init__(
-        self, model: LoadedModel, folder: str | Path, config: EngineConfig | None = None
+        self,
+        model: LoadedModel,
+        folder: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        scope: Scope | None = None,
+        limits: Limits | None = None,
+        remote: Remote | None = None,
+        add_fingerprint: bool = False,
     ) -> None:
         """Open the store in `folder` (created if needed) for `model`.
+
+        Only what belongs to `scope` can be seen. `limits` bound the bytes of the whole folder. KV goes
+        to `remote` as well, and is read from there when the folder has it no more.
+        `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
             ConfigError: CUDA graphs without a GPU, or kernels that cannot run here.
@@ -66,9 +98,11 @@ class Engine:
         # Entries [P, L, 2, H, D] of what stands before the first span: mostly the prompt's head.
         self._prompts = PromptCache(encode=lambda ids: encode(model, [ids])[0].cpu().contiguous())
         self._prompts.get(self.prompt.head)
-        folder = Path(folder)
-        self.store = KVStore(folder / "kv", model.layout, self.fingerprint)
-        self.catalog = Catalog(folder / "catalog.sqlite")
+        self.scope = scope or Scope()
+        self.disk = Disk(Path(folder), limits)
+        self.folder = scope_folder(Path(folder), self.scope)
+        self.remote, self.cost = remote, CostModel()
+        self.store, self.catalog = self._open(add_fingerprint)
         self._composer = Composer(
             layout=model.layout,
             rope=model.rope,
@@ -77,6 +111,7 @@ class Engine:
             store=self.store,
             prompts=self._prompts,
             uploader=Uploader.of(model.device),
+            cost=self.cost,
         )
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
@@ -88,16 +123,17 @@ class Engine:
             weights=self.model.weights,
             tokenizer=self.model.tokenizer.digest,
             rope=self.model.rope.digest,
-            layout=f"{layout.n_layers}x2x{layout.n_kv_heads}x{layout.head_dim}",
+            layout=str(layout),
             dtype=dtype_name(layout.dtype),
             context=f"after_prompt:{self.prompt.digest}" if after else "alone",
+            codec=self.config.codec,
         )
 
     # -- encoding ------------------------------------------------------------------------------
 
     def chunk(self, document: Document) -> tuple[Chunk, ...]:
         """Cut a document into chunks by the model's own tokenizer."""
-        return chunk_document(document, self.model.tokenizer, self.config.chunk_tokens)
+        return chunk_document(document, self.model.tokenizer, self.config.chunk_tokens, self.scope)
 
     def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Each chunk with its kv [T, L, 2, H, D], a batch at a time, chunks of like length together.
@@ -109,7 +145,7 @@ class Engine:
         for run in batches(map(len, by_length), self.config.batch_tokens):
             batch = [by_length[i] for i in run]
             ids = [chunk.token_ids for chunk in batch]
-            yield from zip(batch, encode(self.model, ids, self._behind), strict=True)
+            yield from zip(batch, self._encode(ids), strict=True)
 
     def store_chunk(self, chunk: Chunk, kv: torch.Tensor) -> None:
         """Write what the coverage asks for of a chunk's kv [T, L, 2, H, D]."""
@@ -122,13 +158,29 @@ class Engine:
         return merge([nugget.span for nugget in chunk.nuggets])
 
     def is_stored(self, chunk: Chunk) -> bool:
-        """Whether the store holds, readable, every token that the coverage asks for."""
+        """Whether the store holds, readable, every token that the coverage asks for.
+
+        Raises:
+            RemoteError: the remote storage cannot be reached.
+        """
         try:
             stored = self.store.header(chunk.chunk_id).ranges
+        except RemoteError:
+            raise
         except StoreError:
             return False
         wanted = self.covered(chunk)
-        return all(any(a.start <= b.start and b.stop <= a.stop for a in stored) for b in wanted)
+        covered = all(any(a.start <= b.start and b.stop <= a.stop for a in stored) for b in wanted)
+        return covered and self.store.is_uploaded(chunk.chunk_id)
+
+    def remove_chunk(self, chunk_id: ChunkId) -> None:
+        """Remove a chunk's KV of every fingerprint. For the one writing process.
+
+        Raises:
+            StoreError: the disk, or the remote storage, refuses.
+        """
+        self.store.delete(chunk_id)
+        variants.delete_everywhere(self.folder / KV, chunk_id, self.remote, self.scope)
 
     # -- answering -----------------------------------------------------------------------------
 
@@ -155,7 +207,7 @@ class Engine:
         """The prefix of the prompt's head and these spans, and the spans recomputed on the way."""
         watch = watch or Stopwatch(self.model.device)
         composed = self._compose([self.plan(refs)], watch, room)
-        return composed.prefix, composed.recomputed[0]
+        return composed.prefix, composed.loaded[0].recomputed
 
     def answer(
         self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
@@ -278,20 +330,98 @@ class Engine:
 
     def _compose(self, plans: Sequence[PrefixPlan], watch: Stopwatch, room: int) -> Composed:
         recompute = self._recompute if self.config.on_miss == "recompute" else None
-        return self._composer.compose(plans, watch, room=room, recompute=recompute)
+        decline = self._decline if self.config.load == "auto" else None
+        return self._composer.compose(plans, watch, room=room, recompute=recompute, decline=decline)
 
-    def _recompute(self, chunk_id: ChunkId, error: StoreError) -> torch.Tensor:
+    def _encode(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Encode, and note how long it took."""
+        behind, begin = self._behind, time.perf_counter()
+        kvs = encode(self.model, sequences, behind)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.cost.observe_encode(sum(map(len, sequences)), time.perf_counter() - begin)
+        return kvs
+
+    def _decline(self, n_bytes: Mapping[ChunkId, int]) -> Mapping[ChunkId, StoreError]:
+        """The chunks that are faster encoded than read from where they are, and by how much."""
+        if self.remote is not None and not self.cost.knows_encoding:
+            for _ in range(2):  # the first one pays for what is set up once
+                self._encode([range(min(_PROBE_TOKENS, self.config.chunk_tokens))])
+        if not self.cost.knows_encoding:
+            return {}
+        tiers = {chunk_id: self.store.tier(chunk_id) for chunk_id in n_bytes}
+        declined: dict[ChunkId, StoreError] = {}
+        for chunk_id, tier in tiers.items():
+            # Chunks are read side by side, but encoded one after the other.
+            n_tokens = self.config.chunk_tokens * sum(other == tier for other in tiers.values())
+            estimate = self.cost.estimate(tier, n_bytes[chunk_id], n_tokens)
+            if estimate is not None and estimate.prefers_encoding:
+                declined[chunk_id] = SlowReadError(
+                    f"reading chunk {chunk_id} ({tier}) would take about {estimate.read:.3f} s, "
+                    f"encoding it {estimate.encode:.3f} s"
+                )
+        return declined
+
+    def _recompute(
+        self, chunk_id: ChunkId, spans: Sequence[Span], error: StoreError
+    ) -> PackedChunk:
         """Encode a chunk again from its stored tokens; mend its file unless it is in order."""
+        if isinstance(error, RemoteError):
+            logger.warning("encoding chunk %s again: %s", chunk_id, error)
         chunk = self.catalog.chunk(chunk_id)
-        kv = encode(self.model, [chunk.token_ids], self._behind)[0]
-        if isinstance(error, ChunkNotFoundError) and self.is_stored(chunk):
-            return kv  # the file holds what the coverage asks for; this span is outside of it
-        logger.warning("encoded chunk %s again: %s", chunk_id, error)
+        kv = self._encode([chunk.token_ids])[0]
+        packed = self.store.pack(kv, self.covered(chunk))
+        outside = any(packed.rows(span) is None for span in spans)
+        if self._needs_mending(chunk, error):
+            self._mend(chunk_id, packed, error)
+        return self.store.pack(kv, [Span(0, len(kv))]) if outside else packed
+
+    def _needs_mending(self, chunk: Chunk, error: StoreError) -> bool:
+        """Whether a chunk that was encoded again should be stored."""
+        if isinstance(error, RemoteError | SlowReadError):
+            return False  # what is stored is in order, only far away
+        return not (isinstance(error, ChunkNotFoundError) and self.is_stored(chunk))
+
+    def _mend(self, chunk_id: ChunkId, packed: PackedChunk, error: StoreError) -> None:
+        """Store what had to be encoded again, unless somebody else is writing."""
+        with self.disk.if_free() as free:
+            # The document may have been deleted since its tokens were read.
+            if not free or not self.catalog.has_chunk(chunk_id):
+                return
+            logger.info("encoded chunk %s again: %s", chunk_id, error)
+            try:
+                self.store.put_packed(chunk_id, packed)
+            except StoreError as refusal:
+                logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
+
+    def _open(self, add_fingerprint: bool) -> tuple[KVStore, Catalog]:
+        """The KV of our fingerprint and the texts of our scope; creates what is not there."""
+        notes = {
+            "tenant": self.scope.tenant,
+            "collection": self.scope.collection,
+            "tokenizer": self.model.tokenizer.digest,
+        }
+        root = variants.choose_variant(self.folder / KV, self.fingerprint, add=add_fingerprint)
         try:
-            self.store_chunk(chunk, kv)
-        except StoreError as refusal:
-            logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
-        return kv
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot open the store {self.disk.root}: {error}") from error
+        catalog = Catalog(self.folder / "catalog.sqlite", expected=notes)
+        try:
+            store = KVStore(
+                root,
+                self.model.layout,
+                self.fingerprint,
+                scope=self.scope,
+                disk=self.disk,
+                quantise=self.kernels.quantise,
+                memory_bytes=self.config.memory_bytes,
+                remote=self.remote,
+            )
+        except StoreError:
+            catalog.close()
+            raise
+        return store, catalog
 
 
 def _finish(stream: AnswerStream) -> Answer:

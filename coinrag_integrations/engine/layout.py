@@ -45,6 +45,24 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        """Layers, two, KV heads and head dimension: "30x2x3x64"."""
+        return f"{self.n_layers}x2x{self.n_kv_heads}x{self.head_dim}"
+
+    @classmethod
+    def parse(cls, text: str, dtype: str) -> KVLayout:
+        """The inverse of `str`, with the name of a dtype.
+
+        Raises:
+            ValueError: neither is one of ours.
+        """
+        try:
+            n_layers, _, n_kv_heads, head_dim = map(int, text.split("x"))
+            dtype_ = DTYPES[dtype]
+        except KeyError as error:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}") from error
+        return cls(n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim, dtype=dtype_)
+
     @property
     def bytes_per_entry(self) -> int:
         """Bytes of one token's keys and values over all layers."""

@@ -17,7 +17,9 @@ class Timings:
     `ttft_ms` runs from the moment the engine is handed its spans to the moment the first token is
     chosen; `load_ms`, `recompute_ms` (spans whose KV was missing or corrupt), `compose_ms` and
     `prefill_ms` are its parts. `retrieve_ms` comes before it. `bytes_read` is exactly the bytes of
-    the entries that were read from the store.
+    the entries (with the scales of codes) that were read from disk or remote storage,
+    `bytes_in_memory` of those that lay in the memory tier. `n_declined` spans were encoded anew because
+    reading them was estimated to take longer (`engine.cost`).
     """
 
     retrieve_ms: float = 0.0
@@ -28,6 +30,8 @@ class Timings:
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     bytes_read: int = 0
+    bytes_in_memory: int = 0
+    n_declined: int = 0
 
 
 @dataclass(slots=True)
@@ -37,7 +41,6 @@ class Stopwatch:
     device: torch.device
     started: float = field(default_factory=time.perf_counter)
     parts: dict[str, float] = field(default_factory=dict)
-    bytes_read: int = 0
 
     @contextmanager
     def part(self, name: str, *, wait: bool = True) -> Iterator[None]:
@@ -64,5 +67,4 @@ class Stopwatch:
             prefill_ms=self.parts.get("prefill", 0.0),
             ttft_ms=self.parts.get("ttft", 0.0),
             decode_ms=self.parts.get("decode", 0.0),
-            bytes_read=self.bytes_read,
         )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from coinrag_integrations.engine.kernels import Quantised
+
 
 @dataclass(frozen=True, slots=True)
 class Uploader:
@@ -20,10 +22,16 @@ class Uploader:
             return cls(None)
         return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
-    def upload(self, staged: torch.Tensor) -> torch.Tensor:
+    def upload(self, staged: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
         """`staged` on the device. What is launched next on the current stream waits for it."""
         if self.stream is None:
             return staged
+        if isinstance(staged, Quantised):
+            return staged.map(self._copy)
+        return self._copy(staged)
+
+    def _copy(self, staged: torch.Tensor) -> torch.Tensor:
+        assert self.stream is not None
         current = torch.cuda.current_stream(self.stream.device)
         with torch.cuda.stream(self.stream):
             there = staged.to(self.stream.device, non_blocking=True)

@@ -6,15 +6,20 @@ chunks' (CoinRAG, arXiv 2608.07458). What comes back are span triples; KV is som
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from coinrag_integrations.errors import ConfigError, SpanIndexError
+from coinrag_integrations.files import write_text
 from coinrag_integrations.retrieval.chroma import clean_metadata, guard, pages
 from coinrag_integrations.retrieval.embedders import Embedder, Vectors
+from coinrag_integrations.retrieval.folder import ChromaFolder
 from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan, SpanRef
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from chromadb.base_types import Where
 
+Live = Callable[[Sequence[ChunkId]], set[ChunkId]]
 _TIES = 16
 _IN_PAGE = 10_000  # values of one `$in`: SQLite allows 32,766 variables a query
 
@@ -41,23 +47,77 @@ class RetrievalConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """A change of the index that did not end. `torn`: the process died, and Chroma's files with it."""
+
+    torn: bool
+    chunk_ids: tuple[ChunkId, ...]
+
+    def write(self, mark: Path) -> None:
+        """Note it in a file.
+
+        Raises:
+            SpanIndexError: the disk refuses.
+        """
+        try:
+            write_text(mark, json.dumps({"torn": self.torn, "chunk_ids": self.chunk_ids}))
+        except OSError as error:
+            raise SpanIndexError(f"cannot write {mark}: {error}") from error
+
+    @classmethod
+    def read(cls, mark: Path) -> Interruption | None:
+        """The inverse of `write`; None if there is no such file.
+
+        Raises:
+            SpanIndexError: it cannot be read.
+        """
+        try:
+            value = json.loads(mark.read_text(encoding="utf-8"))
+            return cls(torn=bool(value["torn"]), chunk_ids=tuple(map(ChunkId, value["chunk_ids"])))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SpanIndexError(f"cannot read {mark}: {error}") from error
+
+
 class SpanIndex:
     """Two collections, `<name>_chunks` and `<name>_nuggets`, of one embedder's vectors.
 
     Safe to use from many threads.
     """
 
-    def __init__(self, client: ClientAPI, embedder: Embedder, name: str = "coinrag") -> None:
+    def __init__(
+        self,
+        client: ClientAPI | ChromaFolder,
+        embedder: Embedder,
+        name: str = "coinrag",
+        *,
+        mark: Path | None = None,
+    ) -> None:
         """Open the collections, creating them if they are not there.
+
+        A `ChromaFolder` is kept from other processes while it is written to; it is the caller's to
+        close. `mark` is a file that is there while rows are written, and says which.
 
         Raises:
             SpanIndexError: Chroma fails, or the collections belong to another embedder.
         """
         self.embedder = embedder
-        with guard(f"open the collections of {name!r}"):
-            self._chunks = self._open(client, f"{name}_chunks")
-            self._nuggets = self._open(client, f"{name}_nuggets")
-            self._batch = int(client.get_max_batch_size())
+        self._folder = client if isinstance(client, ChromaFolder) else None
+        self._client = client.client if isinstance(client, ChromaFolder) else client
+        self._name, self._mark = name, mark
+        self._open_both()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep other processes from a folder while it is written to.
+
+        Raises:
+            SpanIndexError: one has it open.
+        """
+        with self._folder.writing() if self._folder else nullcontext():
+            yield
 
     def put(self, chunks: Sequence[Chunk]) -> None:
         """Index chunks with their nuggets, replacing rows of the same ids. Nuggets come first.
@@ -68,9 +128,11 @@ class SpanIndex:
         nuggets = self._embedded([row for chunk in chunks for row in _nugget_rows(chunk)])
         rows = self._embedded([_chunk_row(chunk) for chunk in chunks])
         # Upsert would merge metadata and keep rows of former nuggets, so replaced rows go first.
-        self.delete([chunk.chunk_id for chunk in chunks])
-        self._add(self._nuggets, nuggets)
-        self._add(self._chunks, rows)
+        chunk_ids = [chunk.chunk_id for chunk in chunks]
+        with self._changing(chunk_ids):
+            self._delete(chunk_ids)
+            self._add(self._nuggets, nuggets)
+            self._add(self._chunks, rows)
 
     def delete(self, chunk_ids: Sequence[ChunkId]) -> None:
         """Remove chunks and their nuggets; unknown ids are ignored.
@@ -78,31 +140,88 @@ class SpanIndex:
         Raises:
             SpanIndexError: Chroma fails.
         """
-        with guard("delete chunks"):
-            for page in pages(chunk_ids, min(self._batch, _IN_PAGE)):
-                self._nuggets.delete(where=_of_chunks(page))
-                self._chunks.delete(ids=list(page))
+        if chunk_ids:
+            with self._changing(chunk_ids):
+                self._delete(chunk_ids)
+
+    @property
+    def interruption(self) -> Interruption | None:
+        """What a change that did not end was about; None if all of them did.
+
+        Raises:
+            SpanIndexError: the mark cannot be read.
+        """
+        return Interruption.read(self._mark) if self._mark else None
+
+    def reset(self) -> None:
+        """Remove all rows, whatever state Chroma's files are in.
+
+        Raises:
+            SpanIndexError: Chroma fails.
+        """
+        with guard(f"make the collections of {self._name!r} anew"):
+            there = {collection.name for collection in self._client.list_collections()}
+            for name in {f"{self._name}_chunks", f"{self._name}_nuggets"} & there:
+                self._client.delete_collection(name)
+        self._open_both()
+
+    def probe(self) -> None:
+        """Ask for something, to see whether the index can be used.
+
+        Raises:
+            SpanIndexError: Chroma fails.
+        """
+        with guard("search"):
+            for collection in (self._chunks, self._nuggets):
+                found = collection.get(limit=1, include=["embeddings"])["embeddings"]
+                if found is not None and len(found):
+                    collection.query(query_embeddings=np.asarray(found[:1]), n_results=1)
+
+    def mended(self) -> None:
+        """Note that what was interrupted has been made good."""
+        if self._mark:
+            self._mark.unlink(missing_ok=True)
 
     def counts(self) -> dict[str, int]:
         """How many chunks and nuggets are indexed."""
         with guard("count rows"):
             return {"chunks": self._chunks.count(), "nuggets": self._nuggets.count()}
 
-    def search_chunks(self, question: str, n_chunks: int) -> list[ScoredSpan]:
-        """Stage one alone: the nearest chunks as whole-chunk spans, best first."""
-        return self._search_chunks(self.embedder.embed_query(question), n_chunks)
+    def ids(self) -> tuple[set[ChunkId], set[ChunkId]]:
+        """Chunks that have a row, and chunks that have rows of nuggets.
 
-    def search(self, question: str, config: RetrievalConfig | None = None) -> list[ScoredSpan]:
+        Raises:
+            SpanIndexError: Chroma fails, or returns rows that we did not write.
+        """
+        return self._owners(self._chunks), self._owners(self._nuggets)
+
+    def search_chunks(
+        self, question: str, n_chunks: int, *, live: Live | None = None
+    ) -> list[ScoredSpan]:
+        """Stage one alone: the nearest chunks as whole-chunk spans, best first.
+
+        `live` says which of the chunks found there still are.
+        """
+        return self._search_chunks(self.embedder.embed_query(question), n_chunks, live)
+
+    def search(
+        self,
+        question: str,
+        config: RetrievalConfig | None = None,
+        *,
+        live: Live | None = None,
+    ) -> list[ScoredSpan]:
         """Both stages: the nearest nuggets of the nearest chunks, best first.
 
-        A chunk without nuggets stands for itself, as one span. Scores are cosine similarities.
+        `live` says which of the chunks found there still are. A chunk without nuggets stands for
+        itself, as one span. Scores are cosine similarities.
 
         Raises:
             SpanIndexError: Chroma fails, or returns rows that we did not write.
         """
         config = config or RetrievalConfig()
         vector = self.embedder.embed_query(question)
-        chunks = self._search_chunks(vector, config.n_chunks)
+        chunks = self._search_chunks(vector, config.n_chunks, live)
         return self._search_nuggets(vector, chunks, config.n_nuggets)
 
     def search_nuggets(
@@ -137,7 +256,7 @@ class SpanIndex:
         spans += [chunk for chunk in chunks if chunk.ref.chunk_id not in with_nuggets]
         return sorted(spans, key=_best_first)[:n_nuggets]
 
-    def _search_chunks(self, vector: Vectors, n_chunks: int) -> list[ScoredSpan]:
+    def _search_chunks(self, vector: Vectors, n_chunks: int, live: Live | None) -> list[ScoredSpan]:
         # The approximate index cuts ties in any order: look a little further, then cut in ours.
         with guard("search chunks"):
             found = self._chunks.query(
@@ -152,7 +271,45 @@ class SpanIndex:
             strict=True,
         )
         spans = [_scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
+        if live is not None:
+            there = live([span.ref.chunk_id for span in spans])
+            spans = [span for span in spans if span.ref.chunk_id in there]
         return sorted(spans, key=_best_first)[:n_chunks]
+
+    @contextmanager
+    def _changing(self, chunk_ids: Sequence[ChunkId]) -> Iterator[None]:
+        """Leave a mark while rows are written.
+
+        Chroma rewrites its vector index in place now and then. A process that dies meanwhile leaves one
+        that cannot be trusted; whoever finds the mark makes it anew. Chroma does part of its work when
+        it is asked next, so we ask before the mark goes.
+        """
+        if self._mark is None or self._mark.exists():  # within a repair, which has its own mark
+            yield
+            return
+        it = Interruption(torn=True, chunk_ids=tuple(chunk_ids))
+        it.write(self._mark)
+        try:
+            yield
+            self.probe()
+        except SpanIndexError:
+            raise
+        except BaseException:  # our own process lives, so Chroma's files are whole
+            replace(it, torn=False).write(self._mark)
+            raise
+        self._mark.unlink()
+
+    def _delete(self, chunk_ids: Sequence[ChunkId]) -> None:
+        with guard("delete chunks"):
+            for page in pages(chunk_ids, min(self._batch, _IN_PAGE)):
+                self._nuggets.delete(where=_of_chunks(page))
+                self._chunks.delete(ids=list(page))
+
+    def _open_both(self) -> None:
+        with guard(f"open the collections of {self._name!r}"):
+            self._chunks = self._open(self._client, f"{self._name}_chunks")
+            self._nuggets = self._open(self._client, f"{self._name}_nuggets")
+            self._batch = int(self._client.get_max_batch_size())
 
     def _open(self, client: ClientAPI, name: str) -> Collection:
         ours = {"coinrag_embedder": self.embedder.embedder_id}
@@ -169,6 +326,16 @@ class SpanIndex:
                 f"{self.embedder.embedder_id!r}: use that embedder, or another collection name"
             )
         return collection
+
+    def _owners(self, collection: Collection) -> set[ChunkId]:
+        owners: set[ChunkId] = set()
+        with guard("list rows"):
+            for start in range(0, collection.count(), _IN_PAGE):
+                found = collection.get(limit=_IN_PAGE, offset=start, include=["metadatas"])
+                owners |= {
+                    ChunkId(str(m.get("coinrag_chunk_id"))) for m in found["metadatas"] or []
+                }
+        return owners
 
     def _embedded(self, rows: Sequence[_Row]) -> list[tuple[_Row, Vectors]]:
         """Rows with their vectors, a page of texts at a time."""
@@ -189,6 +356,36 @@ class SpanIndex:
                     metadatas=[row.metadata for row, _ in page],
                     embeddings=np.stack([vector for _, vector in page]),
                 )
+
+
+def open_for_upkeep(client: ClientAPI | ChromaFolder, name: str, mark: Path) -> SpanIndex | None:
+    """An index whose rows can be listed and deleted, whoever embedded them; None if there is none.
+
+    Raises:
+        SpanIndexError: Chroma fails.
+    """
+    api = client.client if isinstance(client, ChromaFolder) else client
+    with guard(f"list the collections of {name!r}"):
+        found = {it.name: it.metadata or {} for it in api.list_collections()}
+    metadata = found.get(f"{name}_chunks")
+    if metadata is None:
+        return None
+    return SpanIndex(client, _AnyEmbedder(str(metadata.get("coinrag_embedder"))), name, mark=mark)
+
+
+@dataclass(frozen=True, slots=True)
+class _AnyEmbedder:
+    """Stands for the embedder of rows that are only looked after."""
+
+    embedder_id: str
+
+    def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        raise SpanIndexError(
+            f"this needs the embedder {self.embedder_id!r}: open the store with it"
+        )
+
+    def embed_query(self, text: str) -> Vectors:
+        return self.embed_documents([text])
 
 
 @dataclass(frozen=True, slots=True)

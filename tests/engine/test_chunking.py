@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import pytest
@@ -16,7 +17,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from coinrag_integrations.engine.chunking import chunk_document
 from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.errors import ConfigError, SpanError
-from coinrag_integrations.types import Document, Span
+from coinrag_integrations.types import ChunkId, Document, Scope, Span
 from tests.tiny import TEXT, byte_tokenizer
 
 MANY = settings(deadline=None, max_examples=60)
@@ -159,6 +160,26 @@ def test_ids_are_unique_deterministic_and_of_the_form_that_the_store_takes(text,
     assert all(len(i) == 32 and set(i) <= set("0123456789abcdef") for i in ids)
     others = [c.chunk_id for c in cut(text, n_tokens, document_id="other")]
     assert not set(ids) & set(others)
+
+
+@MANY
+@given(text=texts, n_tokens=sizes)
+def test_ids_of_the_same_document_differ_between_scopes_and_nothing_else_does(text, n_tokens):
+    document = Document(document_id="doc", text=text)
+    scopes = [
+        Scope(),
+        Scope(tenant="main", collection="default"),
+        Scope(tenant="other"),
+        Scope(collection="other"),
+        Scope(tenant="other", collection="other"),
+    ]
+    of = {s: chunk_document(document, tokenizer("bytes"), n_tokens, s) for s in scopes}
+    ids = [c.chunk_id for chunks in of.values() for c in chunks]
+    assert len(set(ids)) == len(ids)
+    for chunks in of.values():
+        mine = [dataclasses.replace(c, chunk_id=ChunkId("")) for c in chunks]
+        assert mine == [dataclasses.replace(c, chunk_id=ChunkId("")) for c in of[Scope()]]
+    assert chunk_document(document, tokenizer("bytes"), n_tokens) == of[Scope()]
 
 
 def test_repeated_chunks_of_one_document_have_ids_of_their_own():

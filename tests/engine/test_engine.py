@@ -8,8 +8,16 @@ import threading
 
 import pytest
 import torch
+from tokenizers import normalizers
 
-from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, PromptTemplate
+from coinrag_integrations.engine import (
+    Engine,
+    EngineConfig,
+    GenerationConfig,
+    PromptTemplate,
+    describe_model,
+)
+from coinrag_integrations.engine.store import Limits
 from coinrag_integrations.errors import (
     BudgetError,
     ChunkNotFoundError,
@@ -18,18 +26,39 @@ from coinrag_integrations.errors import (
     CorruptChunkError,
     FingerprintMismatchError,
     SpanError,
+    StoreError,
 )
 from coinrag_integrations.types import ChunkId, Document, Nugget, Span, SpanRef
-from tests.tiny import SUPPORTED, TEXT, cache_of, fill, forward, supported_model, tiny_model
+from tests.tiny import (
+    SUPPORTED,
+    TEXT,
+    byte_tokenizer,
+    cache_of,
+    fill,
+    forward,
+    supported_model,
+    tiny_hf,
+    tiny_model,
+)
 
 WHO = "Who built the tidal organ?"
 SHORT = GenerationConfig(max_new_tokens=8)
 LONG = GenerationConfig(max_new_tokens=24)
 
 
-def open_engine(folder, model=None, **options) -> Engine:
-    config = EngineConfig(**{"chunk_tokens": 32, "coverage": "all", **options})
-    return Engine(model or supported_model("llama"), folder, config)
+def open_engine(
+    folder, model=None, *, limits=None, scope=None, add_fingerprint=False, **options
+) -> Engine:
+    # What was stored is read, also where this machine is so busy that encoding would be faster.
+    config = EngineConfig(**{"chunk_tokens": 32, "coverage": "all", "load": "read", **options})
+    return Engine(
+        model or supported_model("llama"),
+        folder,
+        config,
+        limits=limits,
+        scope=scope,
+        add_fingerprint=add_fingerprint,
+    )
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
@@ -279,7 +308,8 @@ def with_nuggets(engine, text: str = TEXT):
     chunk = dataclasses.replace(chunk, nuggets=nuggets)
     for _, kv in engine.encode([chunk]):
         engine.store_chunk(chunk, kv)
-    engine.catalog.put_chunks([chunk])
+    engine.catalog.begin_document("n", "0", [chunk])
+    engine.catalog.finish_document("n", "0")
     return chunk
 
 
@@ -396,6 +426,7 @@ def test_control_tokens_in_questions_and_documents_stay_words(engine):
     ("changes", "named"),
     [
         ({"context": "after_prompt"}, "context"),
+        ({"codec": "int8"}, "codec"),
         ({"model": "qwen2"}, "weights"),
         ({"model": "llama-yarn"}, "rope"),
     ],
@@ -405,6 +436,146 @@ def test_a_store_is_opened_only_as_it_was_built(tmp_path, changes, named):
     model = supported_model(changes.pop("model", "llama"))
     with pytest.raises(FingerprintMismatchError, match=f"{named} is"):
         open_engine(tmp_path, model, **changes)
+
+
+def test_a_store_of_another_tokenizer_is_refused_also_where_another_encoding_may_be_added(tmp_path):
+    """Texts and tokens belong to a tokenizer: KV of another cannot be encoded from them."""
+    open_engine(tmp_path).close()
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    other = describe_model("tiny", tiny_hf(), tokenizer)
+    with pytest.raises(FingerprintMismatchError, match="tokenizer"):
+        open_engine(tmp_path, other)
+    with pytest.raises(FingerprintMismatchError, match="made for tokenizer"):
+        open_engine(tmp_path, other, add_fingerprint=True)
+
+
+def test_codecs_stand_side_by_side_and_the_second_is_encoded_from_the_texts_of_the_first(tmp_path):
+    with open_engine(tmp_path, codec="none") as plain:
+        chunks = fill(plain, TEXT * 2)
+        refs = [c.ref() for c in chunks]
+        text = plain.answer(WHO, refs, SHORT).text
+    with open_engine(tmp_path, codec="int8", add_fingerprint=True) as coded:
+        assert list(coded.store) == []
+        first = coded.answer(WHO, refs, SHORT)
+        assert first.recomputed == tuple(refs)
+        assert coded.answer(WHO, refs, SHORT).recomputed == ()
+    for codec in ("none", "int8"):
+        with open_engine(tmp_path, codec=codec) as engine:
+            answer = engine.answer(WHO, refs, SHORT)
+            assert answer.recomputed == ()
+            assert answer.text == {"none": text, "int8": first.text}[codec]
+    with open_engine(tmp_path, codec="none") as plain:
+        plain.remove_chunk(chunks[0].chunk_id)
+    with open_engine(tmp_path, codec="int8") as coded:
+        assert chunks[0].chunk_id not in coded.store
+        assert chunks[1].chunk_id in coded.store
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4"])
+def test_an_answer_says_how_many_bytes_were_read_and_how_many_lay_in_memory(tmp_path, codec):
+    with open_engine(tmp_path, codec=codec, memory_bytes=1 << 20) as engine:
+        refs = [c.ref(Span(2, 20)) for c in fill(engine, TEXT * 2)[:3]]
+        n_bytes = engine.store.codec.n_bytes(18)
+        first, again = engine.answer(WHO, refs, SHORT), engine.answer(WHO, refs, SHORT)
+        assert (first.timings.bytes_read, first.timings.bytes_in_memory) == (3 * n_bytes, 0)
+        assert (again.timings.bytes_read, again.timings.bytes_in_memory) == (0, 3 * n_bytes)
+        engine.store.path(refs[0].chunk_id).unlink()
+        lost = engine.answer(WHO, refs, SHORT)
+        assert (lost.timings.bytes_read, lost.timings.bytes_in_memory) == (0, 2 * n_bytes)
+        assert lost.recomputed == (refs[0],)
+        both = engine.answer_batch([(WHO, refs[:1]), (WHO, refs[1:])], SHORT)
+        assert [a.timings.bytes_read for a in both] == [n_bytes, 0]
+        assert [a.timings.bytes_in_memory for a in both] == [0, 2 * n_bytes]
+        assert first.text == again.text == lost.text
+
+
+@pytest.mark.parametrize("context", ["alone", "after_prompt"])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_an_answer_from_codes_is_the_answer_after_every_file_was_deleted(tmp_path, codec, context):
+    """Recomputing gives the same codes: chunks are encoded one at a time here, as when one is lost."""
+    with open_engine(tmp_path, codec=codec, context=context, batch_tokens=1) as engine:
+        chunks = fill(engine, TEXT * 2)
+        refs = [c.ref() for c in chunks]
+        before, kv = engine.answer(WHO, refs, LONG), engine.compose(refs)[0].kv
+        assert before.recomputed == ()
+        for chunk in chunks:
+            engine.store.path(chunk.chunk_id).unlink()
+        after = engine.answer(WHO, refs, LONG)
+        assert after.recomputed == tuple(refs)
+        assert (after.text, after.usage) == (before.text, before.usage)
+        assert torch.equal(engine.compose(refs)[0].kv, kv)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_chunk_is_mended_in_any_codec(tmp_path, codec, how):
+    with open_engine(tmp_path, codec=codec, batch_tokens=1) as engine:
+        chunks = fill(engine, TEXT * 2)
+        refs = [c.ref() for c in chunks]
+        good = engine.compose(refs)[0].kv
+        damage(engine, chunks[1], how)
+        mended, recomputed = engine.compose(refs)
+        assert recomputed == (refs[1],)
+        assert torch.equal(mended.kv, good)
+        again, recomputed = engine.compose(refs)
+        assert recomputed == ()
+        assert torch.equal(again.kv, good)
+
+
+def bytes_on_disk(folder) -> int:
+    paths = [folder, *folder.rglob("*")]
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def test_chunks_that_were_evicted_are_encoded_again_and_the_answer_is_the_same(tmp_path):
+    with open_engine(tmp_path, batch_tokens=1) as engine:
+        chunks = fill(engine, TEXT * 4)
+        refs = [c.ref() for c in chunks]
+        good, kv = engine.answer(WHO, refs, SHORT), engine.compose(refs)[0].kv
+    one = engine.store.path(chunks[0].chunk_id).stat().st_blocks * 512
+    cap = bytes_on_disk(tmp_path) - 2 * one
+    with open_engine(tmp_path, batch_tokens=1, limits=Limits(max_bytes=cap)) as engine:
+        with engine.disk.writing():
+            assert engine.disk.enforce() >= 2 * one
+        left = set(engine.store)
+        assert 0 < len(left) < len(chunks)
+        assert bytes_on_disk(tmp_path) <= cap
+        answer = engine.answer(WHO, refs, SHORT)
+        assert answer.text == good.text
+        assert {ref.chunk_id for ref in answer.recomputed} == {c.chunk_id for c in chunks} - left
+        for _ in range(3):  # each evicts what the one before brought back
+            assert torch.equal(engine.compose(refs)[0].kv, kv)
+            assert bytes_on_disk(tmp_path) <= cap
+        assert len(set(engine.store)) < len(chunks)
+
+
+def test_where_there_is_no_room_at_all_answers_are_computed_and_nothing_is_stored(tmp_path):
+    with open_engine(tmp_path) as engine:
+        chunks = fill(engine, TEXT)
+        refs = [c.ref() for c in chunks]
+        good = engine.answer(WHO, refs, SHORT)
+        for chunk in chunks:
+            engine.store.delete(chunk.chunk_id)
+    with open_engine(tmp_path, limits=Limits(max_bytes=1)) as engine:
+        for _ in range(2):
+            answer = engine.answer(WHO, refs, SHORT)
+            assert (answer.text, answer.recomputed) == (good.text, tuple(refs))
+        assert list(engine.store) == []
+        with pytest.raises(StoreError, match="leaves no room"):
+            fill(engine, TEXT)
+
+
+def test_beside_a_writing_process_what_is_lost_is_computed_and_not_stored(tmp_path):
+    with open_engine(tmp_path) as engine, open_engine(tmp_path) as writer:
+        refs = [c.ref() for c in fill(engine, TEXT)]
+        good = engine.answer(WHO, refs, SHORT)
+        engine.store.delete(refs[0].chunk_id)
+        with writer.disk.writing():
+            assert engine.answer(WHO, refs, SHORT).recomputed == (refs[0],)
+            assert refs[0].chunk_id not in engine.store
+        assert engine.answer(WHO, refs, SHORT).text == good.text
+        assert refs[0].chunk_id in writer.store
 
 
 def test_a_prompt_matters_to_the_store_only_where_chunks_have_seen_it(tmp_path):
@@ -420,7 +591,14 @@ def test_a_prompt_matters_to_the_store_only_where_chunks_have_seen_it(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"context": "x"}, {"coverage": "some"}, {"on_miss": "ignore"}, {"kernels": "cuda"}],
+    [
+        {"context": "x"},
+        {"coverage": "some"},
+        {"on_miss": "ignore"},
+        {"kernels": "cuda"},
+        {"codec": "int2"},
+        {"load": "never"},
+    ],
 )
 def test_unknown_options_are_refused_with_the_known_ones(options):
     ((name, value),) = options.items()
@@ -428,6 +606,11 @@ def test_unknown_options_are_refused_with_the_known_ones(options):
         EngineConfig(**options)
     with pytest.raises(TypeError):
         EngineConfig(no_such_option=1)
+
+
+def test_memory_of_less_than_nothing_is_refused():
+    with pytest.raises(ConfigError, match="memory_bytes is -1"):
+        EngineConfig(memory_bytes=-1)
 
 
 @pytest.mark.parametrize("options", [{"chunk_tokens": 3}, {"chunk_tokens": 0}])

@@ -25,7 +25,9 @@ def test_documents_are_the_stores_spans_with_exact_offsets(filled: CoinRAG):
 def test_scores_are_there_and_fall(filled: CoinRAG):
     documents = CoinRAGRetriever(rag=filled).invoke(QUESTION)
     scores = [document.metadata["coinrag_score"] for document in documents]
-    assert scores == sorted(scores, reverse=True)
+    # Ties that differ in the last bits are in the order of their spans.
+    rounded = [round(score, 6) for score in scores]
+    assert rounded == sorted(rounded, reverse=True)
     exact = "The lighthouse of Sorn is white."
     best = CoinRAGRetriever(rag=filled).invoke(exact)[0]
     assert best.page_content == exact

@@ -27,7 +27,9 @@ def test_nodes_are_the_stores_spans_with_exact_offsets(filled: CoinRAG):
 def test_scores_are_there_and_fall(filled: CoinRAG):
     scores = [node.score for node in CoinRAGRetriever(filled).retrieve(QUESTION)]
     assert all(isinstance(score, float) for score in scores)
-    assert scores == sorted(scores, reverse=True)
+    # Ties that differ in the last bits are in the order of their spans.
+    rounded = [round(score, 6) for score in scores]
+    assert rounded == sorted(rounded, reverse=True)
     exact = "The lighthouse of Sorn is white."
     best = CoinRAGRetriever(filled).retrieve(exact)[0]
     assert best.node.text == exact

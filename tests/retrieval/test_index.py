@@ -111,6 +111,53 @@ def test_stage_two_alone_is_the_second_half_of_the_search(index):
     assert index.search_nuggets("organ tide", [], 10) == []
 
 
+@pytest.mark.parametrize("n_dead", [0, 1, 10, 40])
+def test_only_chunks_that_are_there_are_found_and_their_nuggets(index, n_dead):
+    chunks = some_chunks(40)
+    index.put(chunks)
+    nearest = index.search_chunks("organ tide copper", 40)
+    dead = {span.ref.chunk_id for span in nearest[5 : 5 + n_dead]}
+    asked: list[ChunkId] = []
+
+    def live(chunk_ids):
+        asked.extend(chunk_ids)
+        return set(chunk_ids) - dead
+
+    wide = RetrievalConfig(n_chunks=40, n_nuggets=1000)
+    found = index.search_chunks("organ tide copper", 40, live=live)
+    assert [s.ref for s in found] == [s.ref for s in nearest if s.ref.chunk_id not in dead]
+    assert set(asked) == {c.chunk_id for c in chunks}
+    nuggets = index.search("organ tide copper", wide, live=live)
+    assert {s.ref.chunk_id for s in nuggets} == {c.chunk_id for c in chunks} - dead
+    assert len(nuggets) == sum(len(c.nuggets) for c in chunks if c.chunk_id not in dead)
+    assert index.search("organ", live=lambda _: set()) == []
+
+
+@pytest.mark.parametrize("n_dead", [1, 16])
+def test_chunks_that_are_not_there_do_not_take_the_place_of_those_that_are(index, n_dead):
+    index.put(some_chunks(40))
+    nearest = index.search_chunks("organ tide copper", 40)
+    dead = {span.ref.chunk_id for span in nearest[:n_dead]}
+    found = index.search_chunks("organ tide copper", 3, live=lambda ids: set(ids) - dead)
+    assert [s.score for s in found] == [s.score for s in nearest[n_dead : n_dead + 3]]
+
+
+def test_the_chunks_that_have_rows_are_listed(index):
+    assert index.ids() == (set(), set())
+    chunks = [*some_chunks(4), make_chunk("Nothing was found in this plain passage", name="bare")]
+    index.put(chunks)
+    everybody = {c.chunk_id for c in chunks}
+    assert index.ids() == (everybody, everybody - {chunks[-1].chunk_id})
+    index._chunks.delete(ids=[chunks[0].chunk_id])
+    assert index.ids() == (everybody - {chunks[0].chunk_id}, everybody - {chunks[-1].chunk_id})
+
+
+def test_an_index_in_memory_may_be_written_to_at_once_by_whoever_has_it(index):
+    with index.writing(), index.writing():
+        index.put(some_chunks(1))
+    assert index.counts()["chunks"] == 1
+
+
 def test_an_empty_index_finds_nothing(index):
     assert index.search("anything") == []
     assert index.search_chunks("anything", 3) == []

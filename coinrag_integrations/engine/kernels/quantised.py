@@ -11,6 +11,7 @@ entry and head. In 4 bits a byte holds two dimensions, d in its low and d + D/2 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,18 @@ class Quantised:
             key_group=self.key_group[entries],
             value_scale=self.value_scale[entries],
             value_zero=self.value_zero[entries],
+        )
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantised:
+        """The same with every tensor replaced."""
+        return Quantised(
+            codes=function(self.codes),
+            bits=self.bits,
+            key_scale=function(self.key_scale),
+            key_zero=function(self.key_zero),
+            key_group=function(self.key_group),
+            value_scale=function(self.value_scale),
+            value_zero=function(self.value_zero),
         )
 
     @property

@@ -2,6 +2,10 @@
 
 KV files can be lost, evicted or corrupt; the catalog is what they are encoded again from. One SQLite
 file, written by one process, readable by many.
+
+A document is there once it is finished: a version of it (named by the hash of its content) is begun,
+then its KV and index rows are written, then one transaction puts it in the place of the version before.
+What belongs to no version any more is garbage, and is known as such until it is purged.
 """
 
 from __future__ import annotations
@@ -9,56 +13,148 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from coinrag_integrations.errors import ChunkNotFoundError, StoreError
+from coinrag_integrations.errors import ChunkNotFoundError, FingerprintMismatchError, StoreError
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, Span
 
+_SCHEMA_VERSION = "2"
+# All or nothing: what is there after a crash is what there was before, or a whole catalog.
 _SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS documents (
-    document_id TEXT PRIMARY KEY, content TEXT NOT NULL, n_chunks INTEGER NOT NULL
+    document_id TEXT PRIMARY KEY, content TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks (
-    chunk_id TEXT PRIMARY KEY, document_id TEXT NOT NULL, position INTEGER NOT NULL,
-    char_start INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
-    offsets BLOB NOT NULL, nuggets TEXT NOT NULL, metadata TEXT NOT NULL
+    document_id TEXT NOT NULL, content TEXT NOT NULL, position INTEGER NOT NULL,
+    chunk_id TEXT NOT NULL, char_start INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
+    offsets BLOB NOT NULL, nuggets TEXT NOT NULL, metadata TEXT NOT NULL,
+    PRIMARY KEY (document_id, content, position)
 );
-CREATE INDEX IF NOT EXISTS chunks_of_document ON chunks (document_id, position);
+CREATE INDEX IF NOT EXISTS chunks_by_id ON chunks (chunk_id);
+CREATE TABLE IF NOT EXISTS garbage (chunk_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pins (document_id TEXT PRIMARY KEY) WITHOUT ROWID;
+COMMIT;
 """
 _COLUMNS = (
-    "chunk_id, document_id, position, char_start, text, token_ids, offsets, nuggets, metadata"
+    "document_id, content, position, chunk_id, char_start, text, token_ids, offsets, nuggets, "
+    "metadata"
 )
+_LIVE = "chunks JOIN documents USING (document_id, content)"
+_BEGUN = "(document_id, content) NOT IN (SELECT document_id, content FROM documents)"
+_UNPIN = "DELETE FROM pins WHERE document_id = ?"
+_IN_PAGE = 10_000  # values of one list: SQLite allows 32,766 variables a query
 
 
 class Catalog:
     """Documents and chunks by id. Every method may raise `StoreError` when the file is unusable."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the catalog, creating it if it is not there."""
+    def __init__(self, path: Path, *, expected: Mapping[str, str] | None = None) -> None:
+        """Open the catalog, creating it if it is not there.
+
+        `expected` (tenant, collection, tokenizer) is noted in a new catalog and compared with an old
+        one's notes.
+
+        Raises:
+            FingerprintMismatchError: it was made for something else; names what.
+        """
         self.path = path
         self._lock = threading.Lock()
         with self._guard():
             self._db = sqlite3.connect(path, check_same_thread=False, timeout=30)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.executescript(_SCHEMA)
+            self._db.execute("PRAGMA synchronous=FULL")
+            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchall():
+                self._db.executescript(_SCHEMA)
+        try:
+            self._check({"schema": _SCHEMA_VERSION, **(expected or {})})
+        except StoreError:
+            self.close()
+            raise
+
+    # -- documents -----------------------------------------------------------------------------
 
     def content(self, document_id: str) -> str | None:
-        """The content hash of a document that is completely ingested."""
+        """The content hash of a document that is there."""
         rows = self._select("SELECT content FROM documents WHERE document_id = ?", document_id)
         return rows[0][0] if rows else None
 
     def documents(self) -> list[str]:
-        """Ids of all complete documents, sorted."""
+        """Ids of all documents, sorted."""
         return [row[0] for row in self._select("SELECT document_id FROM documents ORDER BY 1")]
 
+    def begin_document(self, document_id: str, content: str, chunks: Sequence[Chunk]) -> None:
+        """Begin a version of a document. The finished one, if any, stays until this is finished."""
+        slots = ", ".join("?" * len(_COLUMNS.split(",")))
+        rows = [_row(document_id, content, i, chunk) for i, chunk in enumerate(chunks)]
+        with self._guard(), self._db:
+            self._remove(f"document_id = ? AND (content = ? OR {_BEGUN})", document_id, content)
+            self._db.executemany(f"INSERT INTO chunks ({_COLUMNS}) VALUES ({slots})", rows)
+
+    def is_begun(self, document_id: str) -> bool:
+        """Whether there is a version of the document that was never finished."""
+        query = f"SELECT 1 FROM chunks WHERE document_id = ? AND {_BEGUN} LIMIT 1"
+        return bool(self._select(query, document_id))
+
+    def n_begun(self) -> int:
+        """How many documents have a version that was never finished."""
+        query = f"SELECT count(DISTINCT document_id) FROM chunks WHERE {_BEGUN}"
+        return int(self._select(query)[0][0])
+
+    def finish_document(self, document_id: str, content: str) -> None:
+        """Put a version that was begun in the place of the one before."""
+        with self._guard(), self._db:
+            self._db.execute(
+                "INSERT OR REPLACE INTO documents VALUES (?, ?)", (document_id, content)
+            )
+            self._remove("document_id = ? AND content != ?", document_id, content)
+
+    def delete_document(self, document_id: str) -> bool:
+        """From now on the document is not there; whether it was. Its chunks become garbage."""
+        with self._guard(), self._db:
+            found = self._db.execute("DELETE FROM documents WHERE document_id = ?", (document_id,))
+            self._db.execute(_UNPIN, (document_id,))
+            self._remove("document_id = ?", document_id)
+        return found.rowcount > 0
+
+    def forget_begun(self) -> None:
+        """Give up versions that were begun and never finished; their chunks become garbage."""
+        with self._guard(), self._db:
+            self._remove(_BEGUN)
+
+    def pin(self, document_ids: Iterable[str], *, pinned: bool = True) -> None:
+        """Keep the KV of documents from being evicted, or no longer."""
+        query = "INSERT OR IGNORE INTO pins VALUES (?)" if pinned else _UNPIN
+        with self._guard(), self._db:
+            self._db.executemany(query, [(document_id,) for document_id in document_ids])
+
+    def pins(self) -> list[str]:
+        """Ids of pinned documents, sorted."""
+        return [row[0] for row in self._select("SELECT document_id FROM pins ORDER BY 1")]
+
+    # -- chunks --------------------------------------------------------------------------------
+
     def chunk_ids(self, document_id: str) -> list[ChunkId]:
-        """Ids of a document's chunks, in order, also of one whose ingestion was interrupted."""
-        query = "SELECT chunk_id FROM chunks WHERE document_id = ? ORDER BY position"
+        """Ids of a document's chunks, in order."""
+        query = f"SELECT chunk_id FROM {_LIVE} WHERE document_id = ? ORDER BY position"
         return [ChunkId(row[0]) for row in self._select(query, document_id)]
+
+    def live(self, chunk_ids: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of the chunks that belong to a document that is there."""
+        ids = list(dict.fromkeys(chunk_ids))
+        found: set[ChunkId] = set()
+        for start in range(0, len(ids), _IN_PAGE):
+            page = ids[start : start + _IN_PAGE]
+            slots = ", ".join("?" * len(page))
+            query = f"SELECT chunk_id FROM {_LIVE} WHERE chunk_id IN ({slots})"
+            found |= {ChunkId(row[0]) for row in self._select(query, *page)}
+        return found
 
     def chunk(self, chunk_id: ChunkId) -> Chunk:
         """A chunk with its tokens and nuggets.
@@ -66,55 +162,61 @@ class Catalog:
         Raises:
             ChunkNotFoundError: no such chunk was ever stored, or it was deleted.
         """
-        rows = self._select(f"SELECT {_COLUMNS} FROM chunks WHERE chunk_id = ?", chunk_id)
+        query = (
+            f"SELECT {_COLUMNS}, {_BEGUN} AS begun FROM chunks WHERE chunk_id = ? "
+            "ORDER BY begun LIMIT 1"
+        )
+        rows = self._select(query, chunk_id)
         if not rows:
-            raise ChunkNotFoundError(f"chunk {chunk_id} is not in the catalog {self.path}")
-        return _chunk(rows[0])
+            raise ChunkNotFoundError(f"chunk {chunk_id!r:.80} is not in the catalog {self.path}")
+        return _chunk(rows[0][:-1])
+
+    def has_chunk(self, chunk_id: ChunkId) -> bool:
+        """Whether `chunk` would find it."""
+        return bool(self._select("SELECT 1 FROM chunks WHERE chunk_id = ? LIMIT 1", chunk_id))
 
     def chunks(self) -> Iterator[Chunk]:
-        """All chunks, by document and position, a page at a time."""
+        """All chunks of documents that are there, by document and position, a page at a time."""
         query = (
-            f"SELECT {_COLUMNS} FROM chunks WHERE (document_id, position, chunk_id) > (?, ?, ?) "
-            "ORDER BY document_id, position, chunk_id LIMIT 256"
+            f"SELECT {_COLUMNS} FROM {_LIVE} WHERE (document_id, position) > (?, ?) "
+            "ORDER BY document_id, position LIMIT 256"
         )
-        last: tuple[str, int, str] = ("", -1, "")
+        last: tuple[str, int] = ("", -1)
         while rows := self._select(query, *last):
             page = [_chunk(row) for row in rows]
             yield from page
-            last = (page[-1].document_id, page[-1].index, page[-1].chunk_id)
+            last = (page[-1].document_id, page[-1].index)
+
+    def garbage(self) -> list[ChunkId]:
+        """Chunks of no version of any document: to be removed from files and index, then purged."""
+        query = "SELECT chunk_id FROM garbage WHERE chunk_id NOT IN (SELECT chunk_id FROM chunks)"
+        return [ChunkId(row[0]) for row in self._select(query)]
+
+    def purge(self, chunk_ids: Sequence[ChunkId]) -> None:
+        """Forget garbage that has been removed; unknown ids are ignored."""
+        with self._guard(), self._db:
+            self._db.executemany(
+                "DELETE FROM garbage WHERE chunk_id = ?", [(chunk_id,) for chunk_id in chunk_ids]
+            )
 
     def counts(self) -> dict[str, int]:
-        """How many documents and chunks there are."""
-        query = "SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM chunks)"
+        """How many documents there are, and chunks of them."""
+        query = f"SELECT (SELECT count(*) FROM documents), (SELECT count(*) FROM {_LIVE})"
         documents, chunks = self._select(query)[0]
         return {"documents": documents, "chunks": chunks}
 
-    def put_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Add chunks, replacing those of the same ids."""
-        rows = [_row(chunk) for chunk in chunks]
-        slots = ", ".join("?" * len(_COLUMNS.split(",")))
-        with self._guard(), self._db:
-            self._db.executemany(
-                f"INSERT OR REPLACE INTO chunks ({_COLUMNS}) VALUES ({slots})", rows
-            )
+    # -- life ----------------------------------------------------------------------------------
 
-    def finish_document(self, document_id: str, content: str, n_chunks: int) -> None:
-        """Note that everything of a document is stored and indexed."""
-        with self._guard(), self._db:
-            self._db.execute(
-                "INSERT OR REPLACE INTO documents VALUES (?, ?, ?)",
-                (document_id, content, n_chunks),
-            )
+    def compact(self) -> None:
+        """Give space that is no longer used back to the disk."""
+        with self._guard():
+            self._db.execute("VACUUM")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def forget_document(self, document_id: str) -> None:
-        """Note that a document is no longer complete; its chunks stay until they are deleted."""
-        with self._guard(), self._db:
-            self._db.execute("DELETE FROM documents WHERE document_id = ?", (document_id,))
-
-    def delete_chunks(self, chunk_ids: Sequence[ChunkId]) -> None:
-        """Remove chunks; unknown ids are ignored."""
-        with self._guard(), self._db:
-            self._db.executemany("DELETE FROM chunks WHERE chunk_id = ?", [(i,) for i in chunk_ids])
+    def check_integrity(self) -> list[str]:
+        """What SQLite finds wrong with the file; nothing if it is in order."""
+        found = [row[0] for row in self._select("PRAGMA integrity_check")]
+        return [] if found == ["ok"] else found
 
     def close(self) -> None:
         """Close the file."""
@@ -129,12 +231,47 @@ class Catalog:
         """Close."""
         self.close()
 
+    def _check(self, expected: Mapping[str, str]) -> None:
+        found = dict(self._select("SELECT key, value FROM meta"))
+        if new := [(key, value) for key, value in expected.items() if key not in found]:
+            with self._guard(), self._db:
+                self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", new)
+            found = dict(self._select("SELECT key, value FROM meta"))
+        for key, value in expected.items():
+            if found[key] != value:
+                raise FingerprintMismatchError(
+                    f"the catalog {self.path} was made for {key} {found[key]!r:.40}, not for "
+                    f"{value!r:.40}: use what it was built with, or another store"
+                )
+
+    def _remove(self, where: str, *values: Any) -> None:
+        """Remove chunks of versions, and remember their ids as garbage. Within a transaction."""
+        query = f"INSERT OR IGNORE INTO garbage SELECT chunk_id FROM chunks WHERE {where}"
+        self._db.execute(query, values)
+        self._db.execute(f"DELETE FROM chunks WHERE {where}", values)
+
     def _select(self, query: str, *values: Any) -> list[Any]:
         with self._guard():
             return self._db.execute(query, values).fetchall()
 
     def _guard(self) -> _Guard:
         return _Guard(self._lock, self.path)
+
+
+def pinned_chunks(path: Path) -> set[ChunkId]:
+    """Chunks whose KV is not to be evicted, of the catalog in a file; none if there is no file.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    if not path.exists():
+        return set()
+    query = f"SELECT chunk_id FROM {_LIVE} WHERE document_id IN (SELECT document_id FROM pins)"
+    try:
+        with closing(sqlite3.connect(path, timeout=30)) as db:
+            return {ChunkId(row[0]) for row in db.execute(query)}
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot use the catalog {path}: {error}") from error
 
 
 class _Guard:
@@ -152,15 +289,16 @@ class _Guard:
             raise StoreError(f"cannot use the catalog {self._path}: {error}") from error
 
 
-def _row(chunk: Chunk) -> tuple[Any, ...]:
+def _row(document_id: str, content: str, position: int, chunk: Chunk) -> tuple[Any, ...]:
     nuggets = [
         [n.text, n.span.start, n.span.stop, n.char_start, n.char_stop, n.match, n.similarity]
         for n in chunk.nuggets
     ]
     return (
+        document_id,
+        content,
+        position,
         chunk.chunk_id,
-        chunk.document_id,
-        chunk.index,
         chunk.char_start,
         chunk.text,
         np.asarray(chunk.token_ids, dtype=np.int32).tobytes(),
@@ -171,7 +309,7 @@ def _row(chunk: Chunk) -> tuple[Any, ...]:
 
 
 def _chunk(row: tuple[Any, ...]) -> Chunk:
-    chunk_id, document_id, index, char_start, text, ids, offsets, nuggets, metadata = row
+    document_id, _, index, chunk_id, char_start, text, ids, offsets, nuggets, metadata = row
     pairs = np.frombuffer(offsets, dtype=np.int32).reshape(-1, 2).tolist()
     return Chunk(
         chunk_id=ChunkId(chunk_id),

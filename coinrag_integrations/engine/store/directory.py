@@ -1,83 +1,93 @@
-"""A directory of chunk files of one fingerprint: put, look up, read spans, delete.
+"""The KV of one fingerprint and scope: put, look up, read spans, delete. Knows no text and no model.
 
     <root>/fingerprint.json               what every chunk file below depends on
     <root>/ab/ab34….safetensors           one chunk (see `format`)
 
-Reads touch only the requested entries and verify each of them.
+What is not in memory is read from disk (`near`), what is not on disk from remote storage (`far`), if
+there is any.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from safetensors import SafetensorError
 
 from coinrag_integrations.engine.fingerprint import Fingerprint
+from coinrag_integrations.engine.kernels import Quantise
+from coinrag_integrations.engine.kernels.reference import quantise as reference_quantise
 from coinrag_integrations.engine.layout import KVLayout
-from coinrag_integrations.engine.store.format import (
-    ChunkHeader,
-    entry_checksums,
-    identity,
-    read_header,
-    write_chunk,
-)
-from coinrag_integrations.engine.store.lock import writing
-from coinrag_integrations.errors import (
-    ChunkNotFoundError,
-    CorruptChunkError,
-    FingerprintMismatchError,
-    StoreError,
-)
-from coinrag_integrations.types import ChunkId, Span, SpanRef
+from coinrag_integrations.engine.store import variants
+from coinrag_integrations.engine.store.codec import CODECS, Codec, chunk_bytes
+from coinrag_integrations.engine.store.disk import Disk
+from coinrag_integrations.engine.store.far import FarChunks
+from coinrag_integrations.engine.store.format import ChunkHeader, PackedChunk, write_chunk
+from coinrag_integrations.engine.store.memory import MemoryTier
+from coinrag_integrations.engine.store.near import NearChunks, ReadReport
+from coinrag_integrations.engine.store.remote import Remote
+from coinrag_integrations.engine.store.stage import Stage
+from coinrag_integrations.errors import ChunkNotFoundError, StoreError
+from coinrag_integrations.types import ChunkId, Scope, Span, SpanRef
 
-_MAX_HEADERS = 65_536
+Tier = Literal["disk", "remote"]
+_HEADER_ROOM = 4096
 _CHUNK_ID = re.compile("[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRead:
-    """Spans that are being read."""
-
-    futures: tuple[Future[dict[int, StoreError]], ...]
-
-    def wait(self) -> dict[int, StoreError]:
-        """Wait for all of them; the errors by index, as `KVStore.read` gives them."""
-        return {i: error for future in self.futures for i, error in future.result().items()}
-
-
 class KVStore:
-    """The KV of many chunks on disk. Safe to read from many threads; one process writes."""
+    """The KV of many chunks. Safe to read from many threads; one process writes."""
 
     def __init__(
-        self, root: Path, layout: KVLayout, fingerprint: Fingerprint, *, n_threads: int = 8
+        self,
+        root: Path,
+        layout: KVLayout,
+        fingerprint: Fingerprint,
+        *,
+        scope: Scope | None = None,
+        disk: Disk | None = None,
+        quantise: Quantise = reference_quantise,
+        memory_bytes: int = 0,
+        remote: Remote | None = None,
+        n_threads: int = 8,
     ) -> None:
-        """Open the store at `root`, creating it if it is not there.
+        """Open the folder `root`, creating it if it is not there.
+
+        What is put goes to `remote` as well; what is not in the folder is read from there.
 
         Raises:
             FingerprintMismatchError: its chunks were encoded differently; names the fields.
-            StoreError: the directory cannot be read or created.
+            StoreError: the folder cannot be read or created.
         """
-        self.root, self.layout, self.fingerprint = root, layout, fingerprint
-        self._digest = fingerprint.digest
-        self._headers: OrderedDict[ChunkId, ChunkHeader] = OrderedDict()
-        self._lock, self._writers = threading.Lock(), threading.RLock()
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            check_fingerprint(root, fingerprint)
-        except OSError as error:
-            raise StoreError(f"cannot open the KV store {root}: {error}") from error
+        if fingerprint.codec not in CODECS:
+            raise StoreError(f"codec {fingerprint.codec!r} is not one of {', '.join(CODECS)}")
+        self.root, self.fingerprint, self.scope = root, fingerprint, scope or Scope()
+        self.codec, self.disk = Codec(fingerprint.codec, layout), disk or Disk(root)
+        self._digest, self._quantise = fingerprint.digest, quantise
+        variants.claim(root, fingerprint)
+        self._near = NearChunks(
+            root=root,
+            codec=self.codec,
+            digest=self._digest,
+            disk=self.disk,
+            memory=MemoryTier(max_bytes=memory_bytes),
+        )
+        self._far = (
+            FarChunks(remote=remote, scope=self.scope, codec=self.codec, digest=self._digest)
+            if remote
+            else None
+        )
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="coinrag-read")
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of entries."""
+        return self.codec.layout
 
     def path(self, chunk_id: ChunkId) -> Path:
         """Where a chunk's file is, or would be.
@@ -86,16 +96,39 @@ class KVStore:
             ChunkNotFoundError: the id is not one of ours (it may come from a prompt or a database).
         """
         if not _CHUNK_ID.fullmatch(chunk_id):
-            raise ChunkNotFoundError(f"{chunk_id!r} is not a chunk id: expected 32 hex digits")
-        return self.root / chunk_id[:2] / f"{chunk_id}.safetensors"
+            raise _no_id(chunk_id)
+        return variants.chunk_path(self.root, chunk_id)
 
     def __contains__(self, chunk_id: ChunkId) -> bool:
-        """Whether there is a file for the chunk. It is checked when it is read."""
+        """Whether there is a local file for the chunk. It is checked when it is read."""
         return self.path(chunk_id).is_file()
 
     def __iter__(self) -> Iterator[ChunkId]:
-        """The ids of all chunks that have a file."""
-        return (ChunkId(path.stem) for path in sorted(self.root.glob("??/*.safetensors")))
+        """The ids of all chunks that have a local file."""
+        return (ChunkId(path.stem) for path in self._files() if self._is_in_place(path))
+
+    def strays(self) -> list[Path]:
+        """Files in the folders of chunks that are no chunk's file, temporary ones apart."""
+        return [path for path in self._files() if not self._is_in_place(path)]
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def pack(self, kv: torch.Tensor, ranges: Sequence[Span]) -> PackedChunk:
+        """What would be stored of a chunk's kv [T, L, 2, H, D], on any device, for these ranges.
+
+        Raises:
+            StoreError: the codec cannot hold these numbers.
+        """
+        covered = [kv[span.start : span.stop] for span in ranges]
+        entries = torch.cat(covered) if covered else kv[:0]
+        return self.pack_entries(entries, ranges, len(kv))
+
+    def pack_entries(
+        self, entries: torch.Tensor, ranges: Sequence[Span], n_tokens: int
+    ) -> PackedChunk:
+        """Like `pack`, of the entries [E, L, 2, H, D] of the ranges alone."""
+        parts = self.codec.pack(entries, self._quantise)
+        return PackedChunk(n_tokens=n_tokens, ranges=tuple(ranges), parts=parts)
 
     def put(self, chunk_id: ChunkId, kv: torch.Tensor, ranges: Sequence[Span]) -> None:
         """Store the tokens in `ranges` (disjoint, in order) of a chunk's kv [T, L, 2, H, D].
@@ -103,101 +136,124 @@ class KVStore:
         Replaces what was there. The file appears whole or not at all.
 
         Raises:
-            StoreError: the disk refuses (full, read-only, no permission); nothing is left behind.
+            StoreError: the disk refuses (full, read-only, no permission), or the store's cap leaves
+                no room; nothing is left behind.
+            RemoteError: the remote storage refuses; the local file stays.
         """
+        self.put_packed(chunk_id, self.pack(kv, ranges))
+
+    def put_packed(self, chunk_id: ChunkId, chunk: PackedChunk) -> None:
+        """Like `put`, of what is packed already."""
         path = self.path(chunk_id)
+        n_entries = sum(map(len, chunk.ranges))
+        self.disk.reserve(self.scope.tenant, chunk_bytes(self.codec, n_entries) + _HEADER_ROOM)
         try:
             path.parent.mkdir(exist_ok=True)
-            write_chunk(path, chunk_id, kv, ranges, self._digest)
+            write_chunk(path, chunk_id, chunk, self._digest)
         except (OSError, SafetensorError) as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         finally:
-            with self._lock:
-                self._headers.pop(chunk_id, None)
+            self._forget(chunk_id)
+        if self._far is not None:
+            self._far.put(chunk_id, path)
+
+    def delete(self, chunk_id: ChunkId) -> bool:
+        """Remove a chunk's file, and its remote object; whether there was one.
+
+        Raises:
+            StoreError: the disk, or the remote storage, refuses.
+        """
+        path = self.path(chunk_id)
+        self._forget(chunk_id)
+        try:
+            path.unlink()
+            was_there = True
+        except FileNotFoundError:
+            was_there = False
+        except OSError as error:
+            raise StoreError(f"cannot delete {path}: {error}") from error
+        return was_there | (self._far is not None and self._far.delete(chunk_id))
+
+    # -- reading -------------------------------------------------------------------------------
 
     def header(self, chunk_id: ChunkId) -> ChunkHeader:
-        """What is stored of a chunk.
+        """What is stored of a chunk, on disk or else remotely.
 
         Raises:
             ChunkNotFoundError: nothing is.
-            CorruptChunkError: its file cannot be trusted.
+            CorruptChunkError: it cannot be trusted.
+            RemoteError: the remote storage cannot be reached.
         """
-        file = self._open(chunk_id)
-        try:
-            return self._header(chunk_id, file)
-        finally:
-            os.close(file)
+        if self.tier(chunk_id) == "remote" and self._far is not None:
+            return self._far.header(chunk_id)
+        return self._near.header(chunk_id)
 
-    def read(self, refs: Sequence[SpanRef], out: torch.Tensor) -> dict[int, StoreError]:
-        """Read spans, one behind the other, into `out` [sum of lengths, L, 2, H, D] on the CPU.
-
-        Chunks are read in parallel. Returns the errors by index in `refs`: the rows of a span that
-        failed are undefined, all others are verified. Reads exactly the bytes of the entries.
+    def is_uploaded(self, chunk_id: ChunkId) -> bool:
+        """Whether the remote storage, if there is one, has the chunk.
 
         Raises:
-            ValueError: `out` has another shape than the spans need.
+            RemoteError: it cannot be reached.
         """
-        return self.start_read(refs, out).wait()
+        return self._far is None or self._far.has(chunk_id)
 
-    def start_read(self, refs: Sequence[SpanRef], out: torch.Tensor) -> PendingRead:
-        """Like `read`, but return at once; what was started first is done first.
+    def tier(self, chunk_id: ChunkId) -> Tier:
+        """Where a chunk would be read from."""
+        return "disk" if chunk_id in self or self._far is None else "remote"
+
+    def stage(self, refs: Sequence[SpanRef], *, pin: bool = False) -> Stage:
+        """Room for spans, one behind the other; `pin` its memory, so that a GPU can fetch it."""
+        return Stage.allocate(self.codec, refs, pin=pin)
+
+    def read(
+        self,
+        stage: Stage,
+        spans: slice = slice(None),
+        *,
+        without: Collection[ChunkId] = (),
+    ) -> ReadReport:
+        """Read spans into their rows of a stage: exactly the bytes of their entries and scales.
+
+        The rows of a span that failed are undefined, all others are verified. Chunks in `without` are
+        left out.
+        """
+        report = ReadReport()
+        by_chunk: dict[ChunkId, list[int]] = {}
+        for index in range(len(stage.refs))[spans]:
+            by_chunk.setdefault(stage.refs[index].chunk_id, []).append(index)
+        for chunk_id in [i for i in by_chunk if i in without or not _CHUNK_ID.fullmatch(i)]:
+            indices = by_chunk.pop(chunk_id)
+            if chunk_id not in without:
+                report.errors |= dict.fromkeys(indices, _no_id(chunk_id))
+        self._near.read(stage, by_chunk, report)
+        if self._far is not None:
+            self._read_far(self._far, stage, by_chunk, report)
+        return report
+
+    def start_read(
+        self, stage: Stage, spans: slice, *, without: Collection[ChunkId] = ()
+    ) -> Future[ReadReport]:
+        """Like `read`, but return at once; what was started first is done first."""
+        return self._pool.submit(self.read, stage, spans, without=without)
+
+    def verify(self, chunk_id: ChunkId) -> ChunkHeader:
+        """Read a chunk's whole local file and check every byte of it.
 
         Raises:
-            ValueError: `out` has another shape than the spans need.
+            ChunkNotFoundError, CorruptChunkError: it is not there, or cannot be trusted.
         """
-        total = sum(map(len, refs))
-        if out.shape != self.layout.staged(total) or not out.is_contiguous():
-            raise ValueError(f"out is {tuple(out.shape)}, expected {self.layout.staged(total)}")
-        jobs: dict[ChunkId, list[tuple[int, Span, torch.Tensor]]] = {}
-        row = 0
-        for index, ref in enumerate(refs):
-            rows = out[row : row + len(ref)]
-            jobs.setdefault(ref.chunk_id, []).append((index, Span(ref.start, ref.stop), rows))
-            row += len(ref)
-        return PendingRead(
-            tuple(self._pool.submit(self._read_chunk, id_, job) for id_, job in jobs.items())
-        )
-
-    def delete(self, chunk_id: ChunkId) -> bool:
-        """Remove a chunk's file; whether there was one.
-
-        Raises:
-            StoreError: the disk refuses.
-        """
-        with self._lock:
-            self._headers.pop(chunk_id, None)
-        try:
-            self.path(chunk_id).unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise StoreError(f"cannot delete {self.path(chunk_id)}: {error}") from error
-        return True
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Be the only process that writes to this store; threads of this object wait for each other.
-
-        Raises:
-            StoreError: another process is writing.
-        """
-        with self._writers, writing(self.root):
-            yield
-
-    def sweep(self) -> int:
-        """Remove what an interrupted writer left; how many files. For the one writing process."""
-        leftovers = list(self.root.glob("??/.*.tmp"))
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-        return len(leftovers)
+        self.path(chunk_id)
+        return self._near.verify(chunk_id)
 
     def n_bytes(self) -> int:
-        """Bytes of all chunk files."""
-        return sum(path.stat().st_size for path in self.root.glob("??/*.safetensors"))
+        """Bytes of all local chunk files."""
+        return sum(map(_size, self._files()))
 
     def close(self) -> None:
-        """Stop the reading threads."""
+        """Stop reading; wait for what is being fetched from remote storage."""
+        self._near.closed = True
         self._pool.shutdown()
+        if self._far is not None:
+            self._far.close()
 
     def __enter__(self) -> Self:
         """The store itself."""
@@ -207,96 +263,55 @@ class KVStore:
         """Close."""
         self.close()
 
-    def _read_chunk(
-        self, chunk_id: ChunkId, job: Sequence[tuple[int, Span, torch.Tensor]]
-    ) -> dict[int, StoreError]:
-        try:
-            file = self._open(chunk_id)
-        except StoreError as error:
-            return {index: error for index, _, _ in job}
-        try:
-            header = self._header(chunk_id, file)
-            failed: dict[int, StoreError] = {}
-            for index, span, rows in job:
-                try:
-                    self._read_span(header, file, span, rows)
-                except StoreError as error:
-                    failed[index] = error
-            return failed
-        except StoreError as error:
-            return {index: error for index, _, _ in job}
-        finally:
-            os.close(file)
+    def _files(self) -> list[Path]:
+        return sorted(p for p in self.root.glob("??/*") if not p.name.startswith("."))
 
-    def _read_span(self, header: ChunkHeader, file: int, span: Span, rows: torch.Tensor) -> None:
-        stored = header.rows(span)
-        buffer = rows.view(torch.uint8).reshape(-1).numpy().data
-        offset = header.kv_offset + stored.start * self.layout.bytes_per_entry
-        try:
-            n_read = os.preadv(file, [buffer], offset)
-        except OSError as error:
-            raise StoreError(f"cannot read {self.path(header.chunk_id)}: {error}") from error
-        if n_read != len(buffer) or (entry_checksums(rows) != header.checksums[stored]).any():
-            raise CorruptChunkError(
-                f"{self.path(header.chunk_id)}: tokens [{span.start}, {span.stop}) are not the "
-                "bytes that were written. They will not be used"
-            )
+    def _is_in_place(self, path: Path) -> bool:
+        return bool(_CHUNK_ID.fullmatch(path.stem)) and path == self.path(ChunkId(path.stem))
 
-    def _open(self, chunk_id: ChunkId) -> int:
-        path = self.path(chunk_id)
-        try:
-            return os.open(path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise ChunkNotFoundError(f"chunk {chunk_id} is not in the store {self.root}") from error
-        except OSError as error:
-            raise StoreError(f"cannot open {path}: {error}") from error
+    def _read_far(
+        self,
+        far: FarChunks,
+        stage: Stage,
+        by_chunk: Mapping[ChunkId, Sequence[int]],
+        report: ReadReport,
+    ) -> None:
+        """Read from remote storage what is not on disk, all chunks at once; then fetch it for good."""
+        missing = {
+            chunk_id: spans
+            for chunk_id, spans in by_chunk.items()
+            if isinstance(report.errors.get(spans[0]), ChunkNotFoundError) and chunk_id not in self
+        }
+        begin = time.perf_counter()
+        for chunk_id, (n_bytes, errors) in far.read(stage, missing).items():
+            for index in missing[chunk_id]:
+                report.errors.pop(index, None)
+            report.errors |= errors
+            report.remote |= n_bytes
+            if n_bytes:
+                far.fetch_later(chunk_id, self.path(chunk_id), self._room)
+        report.remote_seconds += time.perf_counter() - begin
 
-    def _header(self, chunk_id: ChunkId, file: int) -> ChunkHeader:
-        with self._lock:
-            known = self._headers.get(chunk_id)
-        if known is not None and known.identity == identity(os.fstat(file)):
-            return known
-        path = self.path(chunk_id)
-        try:
-            header = read_header(file, path, self.layout, self._digest)
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {error}") from error
-        with self._lock:
-            self._headers[chunk_id] = header
-            if len(self._headers) > _MAX_HEADERS:
-                self._headers.popitem(last=False)
-        return header
+    def _room(self, n_bytes: int) -> bool:
+        """Make room for a file that is fetched, unless somebody else is writing."""
+        with self.disk.if_free() as free:
+            if free:
+                self.disk.reserve(self.scope.tenant, n_bytes)
+            return free
+
+    def _forget(self, chunk_id: ChunkId) -> None:
+        """Drop what is in memory of a chunk."""
+        self._near.forget(chunk_id)
+        if self._far is not None:
+            self._far.forget(chunk_id)
 
 
-def check_fingerprint(root: Path, fingerprint: Fingerprint) -> None:
-    """Compare with the fingerprint that `root` was made for; note ours if there is none.
-
-    Raises:
-        FingerprintMismatchError: they differ; names the fields and both values.
-        StoreError: the note cannot be read.
-    """
-    path = root / "fingerprint.json"
-    if not path.exists():
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(fingerprint.to_dict(), indent=1), encoding="utf-8")
-        temporary.replace(path)
-        return
+def _size(path: Path) -> int:
     try:
-        found = Fingerprint.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise StoreError(f"{path} cannot be read: {error}. Build the store anew") from error
-    names = found.differences(fingerprint)
-    if names:
-        values = "; ".join(
-            f"{n} is {_short(getattr(found, n))}, this engine has {_short(getattr(fingerprint, n))}"
-            for n in names
-        )
-        raise FingerprintMismatchError(
-            f"the store {root} was built differently: {values}. Use the model and options it was "
-            "built with, or build another store"
-        )
+        return path.lstat().st_size
+    except FileNotFoundError:  # deleted or evicted meanwhile
+        return 0
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 32 else f"{text[:16]}…"
+def _no_id(chunk_id: str) -> ChunkNotFoundError:
+    return ChunkNotFoundError(f"{chunk_id!r:.80} is not a chunk id: expected 32 hex digits")

@@ -1,18 +1,21 @@
 """One chunk, one file: how a chunk's KV lies in a safetensors file. Knows no directory and no model.
 
-Tensors: `kv` [E, L, 2, H, D], the covered entries in token order, and `checksums` [E] uint64, the
-XXH3 of each entry's bytes, so that a range can be verified without reading the rest. Metadata:
-`coinrag`, a JSON object (format version, fingerprint, chunk id, token count, covered token ranges,
-dtype and shape), and `check`, the XXH3 of that text.
+Tensors: the parts of the codec, of which the first holds one row an entry, in token order ("kv"
+[E, L, 2, H, D] for codec "none"); and for each part `<name>.xxh3` uint64, the XXH3 of each of its rows,
+so that a range can be verified without reading the rest. Metadata: `coinrag`, a JSON object (format
+version, fingerprint, chunk id, token count, covered token ranges, XXH3 of all checksums), and `check`, the
+XXH3 of that text.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +26,62 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from coinrag_integrations.engine.fingerprint import FORMAT_VERSION
-from coinrag_integrations.engine.layout import KVLayout, dtype_name
+from coinrag_integrations.engine.store.codec import Codec, Memory, memory_of
 from coinrag_integrations.errors import ChunkNotFoundError, CorruptChunkError
+from coinrag_integrations.files import publish
 from coinrag_integrations.types import ChunkId, Span
 
-_MAX_HEADER = 16 << 20
+# A header of ours has one or two kilobytes; with the checksums of 512 entries, this holds it all.
+HEAD_BYTES = 32 << 10
+_MAX_HEADER = 1 << 20
+_TORCH_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+}
 Identity = tuple[int, int, int]
+Pread = Callable[[int, int], bytes]  # (n_bytes, offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedChunk:
+    """What is to be stored of a chunk: the entries of `ranges` (disjoint, in order) as `parts`."""
+
+    n_tokens: int
+    ranges: tuple[Span, ...]
+    parts: Mapping[str, torch.Tensor]
+
+    def rows(self, span: Span) -> slice | None:
+        """The entries that hold the tokens of `span`; None if some are not among them."""
+        return rows_of(self.ranges, span)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOnDisk:
+    """Where the rows of a part start in the file, and their checksums."""
+
+    offset: int
+    checksums: NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkHeader:
     """What a chunk file says of itself, checked against what we expect of it.
 
-    `identity` (inode, size, modification time) tells whether the file is still the one read;
-    `kv_offset` is the byte at which the first entry starts.
+    `identity` (inode, size, modification time) tells whether the file is still the one read.
     """
 
     chunk_id: ChunkId
     n_tokens: int
     ranges: tuple[Span, ...]
-    checksums: NDArray[np.uint64]
-    kv_offset: int
+    parts: Mapping[str, PartOnDisk]
     identity: Identity
+
+    @property
+    def n_entries(self) -> int:
+        """Entries that are stored."""
+        return sum(map(len, self.ranges))
 
     def rows(self, span: Span) -> slice:
         """The entries that hold the tokens of `span`.
@@ -52,119 +89,168 @@ class ChunkHeader:
         Raises:
             ChunkNotFoundError: some of these tokens are not stored.
         """
-        first = 0
-        for covered in self.ranges:
-            if covered.start <= span.start and span.stop <= covered.stop:
-                start = first + span.start - covered.start
-                return slice(start, start + len(span))
-            first += len(covered)
-        raise ChunkNotFoundError(
-            f"tokens [{span.start}, {span.stop}) of chunk {self.chunk_id} are not stored: only the "
-            "covered ranges of its nuggets are. Build the store with coverage 'all' to keep them"
-        )
+        rows = rows_of(self.ranges, span)
+        if rows is None:
+            raise ChunkNotFoundError(
+                f"tokens [{span.start}, {span.stop}) of chunk {self.chunk_id} are not stored: only "
+                "the covered ranges of its nuggets are. Build the store with coverage 'all' to keep "
+                "them"
+            )
+        return rows
 
 
-def entry_checksums(entries: torch.Tensor) -> NDArray[np.uint64]:
-    """XXH3 of each entry's bytes: entries [E, L, 2, H, D] on the CPU, contiguous -> [E]."""
-    if not len(entries):
-        return np.empty(0, dtype=np.uint64)
-    rows = entries.view(torch.uint8).reshape(len(entries), -1).numpy()
-    return np.fromiter((xxhash.xxh3_64_intdigest(row) for row in rows), np.uint64, len(rows))
+def rows_of(ranges: Sequence[Span], span: Span) -> slice | None:
+    """Which of the entries of `ranges`, one behind the other, hold the tokens of `span`."""
+    first = 0
+    for covered in ranges:
+        if covered.start <= span.start and span.stop <= covered.stop:
+            start = first + span.start - covered.start
+            return slice(start, start + len(span))
+        first += len(covered)
+    return None
 
 
-def write_chunk(
-    path: Path, chunk_id: ChunkId, kv: torch.Tensor, ranges: Sequence[Span], fingerprint: str
-) -> None:
-    """Write a chunk's KV so that the file is either whole or not there.
+def row_checksums(rows: Memory) -> NDArray[np.uint64]:
+    """XXH3 of each row's bytes: [R, bytes] -> [R]."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, rows), np.uint64, len(rows))
 
-    kv [T, L, 2, H, D] on any device, all tokens of the chunk; `ranges` are disjoint and in order,
-    and only they are stored.
-    """
-    covered = [kv[span.start : span.stop] for span in ranges]
-    entries = torch.cat(covered).cpu().contiguous() if covered else kv[:0].cpu()
+
+def write_chunk(path: Path, chunk_id: ChunkId, chunk: PackedChunk, fingerprint: str) -> None:
+    """Write a chunk so that its file is either whole or not there, also after a loss of power."""
+    checksums = {name: row_checksums(memory_of(part)) for name, part in chunk.parts.items()}
     meta = json.dumps(
         {
             "format_version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "chunk_id": chunk_id,
-            "n_tokens": len(kv),
-            "ranges": [[span.start, span.stop] for span in ranges],
-            "dtype": dtype_name(kv.dtype),
-            "shape": list(entries.shape),
+            "n_tokens": chunk.n_tokens,
+            "ranges": [[span.start, span.stop] for span in chunk.ranges],
+            "checksums": _check_all(checksums.values()),
         }
     )
-    checksums = torch.from_numpy(entry_checksums(entries))
+    tensors = dict(chunk.parts)
+    for name, sums in checksums.items():
+        tensors[f"{name}.xxh3"] = torch.from_numpy(sums)
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
-        save_file(
-            {"kv": entries, "checksums": checksums},
-            temporary,
-            metadata={"coinrag": meta, "check": _check(meta)},
-        )
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(path.parent)
+        save_file(tensors, temporary, metadata={"coinrag": meta, "check": _check(meta)})
+        # safetensors lets nobody else read it: as in its folder, others may serve what we build.
+        temporary.chmod(path.parent.stat().st_mode & 0o666)
+        publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def read_header(file: int, path: Path, layout: KVLayout, fingerprint: str) -> ChunkHeader:
-    """Read and check everything of an open chunk file but its entries.
+def read_header(file: int, path: Path, codec: Codec, fingerprint: str) -> ChunkHeader:
+    """Read and check everything of an open chunk file but its parts.
 
     Raises:
         CorruptChunkError: the file is not the whole chunk file that its name promises.
     """
     status = os.fstat(file)
-    start = 8 + int.from_bytes(os.pread(file, 8, 0), "little")
-    if not 8 < start <= min(status.st_size, _MAX_HEADER):
+    if not stat.S_ISREG(status.st_mode):
+        raise _corrupt(path, "it is no regular file")
+    return parse_header(
+        lambda n, offset: os.pread(file, n, offset), path, codec, fingerprint, identity(status)
+    )
+
+
+def parse_header(
+    pread: Pread, path: Path, codec: Codec, fingerprint: str, identity_: Identity
+) -> ChunkHeader:
+    """Like `read_header`, of anything that can be read: `identity_` holds the size.
+
+    Raises:
+        CorruptChunkError: it is not the whole chunk file that its name promises.
+    """
+    n_bytes = identity_[1]
+    start = 8 + int.from_bytes(pread(8, 0), "little")
+    if not 8 < start <= min(n_bytes, _MAX_HEADER):
         raise _corrupt(path, "it has no safetensors header")
     try:
-        header: dict[str, Any] = json.loads(os.pread(file, start - 8, 8))
+        header: dict[str, Any] = json.loads(pread(start - 8, 8))
         text = header["__metadata__"]["coinrag"]
         checked = header["__metadata__"]["check"] == _check(text)
-        kv, sums = (_extent(header[name]["data_offsets"]) for name in ("kv", "checksums"))
         meta: dict[str, Any] = json.loads(text)
         ranges = tuple(Span(int(a), int(b)) for a, b in meta["ranges"])
         n_tokens = int(meta["n_tokens"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        disjoint = all(a.stop <= b.start for a, b in pairwise(ranges))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "its header cannot be read") from error
     if not checked:
         raise _corrupt(path, "its metadata does not match its checksum")
-    n_entries = sum(map(len, ranges))
     expected = {
         "format_version": FORMAT_VERSION,
         "fingerprint": fingerprint,
         "chunk_id": path.stem,
-        "dtype": dtype_name(layout.dtype),
-        "shape": list(layout.staged(n_entries)),
     }
     for name, value in expected.items():
         if meta.get(name) != value:
-            raise _corrupt(path, f"its {name} is {meta.get(name)!r}, expected {value!r}")
-    complete = len(kv) == n_entries * layout.bytes_per_entry and len(sums) == 8 * n_entries
-    if not complete or status.st_size != start + max(kv.stop, sums.stop):
-        raise _corrupt(path, f"it is {status.st_size} bytes long, which is not what it describes")
+            raise _corrupt(path, f"its {name} is {meta.get(name)!r:.80}, expected {value!r}")
+    if not disjoint or (ranges and ranges[-1].stop > n_tokens):
+        raise _corrupt(path, f"its ranges are not ranges of {n_tokens} tokens")
+    extents = _extents(path, header, codec, sum(map(len, ranges)), n_bytes - start)
+    checksums: dict[str, NDArray[np.uint64]] = {}
+    for part in codec.parts:
+        extent = extents[f"{part.name}.xxh3"]
+        sums = pread(len(extent), start + extent.start) if extent else b""
+        checksums[part.name] = np.frombuffer(sums, dtype=np.uint64)
+    if meta.get("checksums") != _check_all(checksums.values()):
+        raise _corrupt(path, "its checksums are not its own")
     return ChunkHeader(
         chunk_id=ChunkId(path.stem),
         n_tokens=n_tokens,
         ranges=ranges,
-        checksums=np.frombuffer(os.pread(file, len(sums), start + sums.start), dtype=np.uint64),
-        kv_offset=start + kv.start,
-        identity=identity(status),
+        parts={
+            name: PartOnDisk(offset=start + extents[name].start, checksums=sums)
+            for name, sums in checksums.items()
+        },
+        identity=identity_,
     )
 
 
-def _extent(offsets: Any) -> range:
-    """Where a tensor's bytes lie behind the header."""
-    start, stop = map(int, offsets)
-    if not 0 <= start <= stop:
-        raise ValueError(f"data_offsets {offsets}")
-    return range(start, stop)
+def _extents(
+    path: Path, header: dict[str, Any], codec: Codec, n_entries: int, n_bytes: int
+) -> dict[str, range]:
+    """Where each tensor's bytes lie behind the header: all that we expect, and nothing else."""
+    expected: dict[str, tuple[str, list[int], int]] = {}
+    for part in codec.parts:
+        shape, n_rows = list(part.shape(n_entries)), part.n_rows(n_entries)
+        expected[part.name] = (_TORCH_NAMES[part.dtype], shape, n_rows * part.row_bytes)
+        expected[f"{part.name}.xxh3"] = ("U64", [n_rows], 8 * n_rows)
+    found = {name: value for name, value in header.items() if name != "__metadata__"}
+    if found.keys() != expected.keys():
+        raise _corrupt(path, f"it holds {sorted(found)!r:.200}, expected {sorted(expected)}")
+    extents: dict[str, range] = {}
+    for name, (dtype, shape, size) in expected.items():
+        try:
+            said = (found[name]["dtype"], found[name]["shape"])
+            first, stop = (int(offset) for offset in found[name]["data_offsets"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _corrupt(path, "its header cannot be read") from error
+        if said != (dtype, shape) or first < 0 or stop - first != size:
+            raise _corrupt(path, f"its {name} is {said!r:.80}, expected {(dtype, shape)}")
+        extents[name] = range(first, stop)
+    end = 0
+    for extent in sorted((e for e in extents.values() if e), key=lambda e: e.start):
+        if extent.start != end:
+            raise _corrupt(path, "its tensors overlap, or do not follow each other")
+        end = extent.stop
+    if end != n_bytes:
+        raise _corrupt(path, f"{n_bytes} bytes follow its header, which describes {end}")
+    return extents
 
 
 def identity(status: os.stat_result) -> Identity:
     """What tells one file from another at the same path."""
     return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _check_all(checksums: Iterable[NDArray[np.uint64]]) -> str:
+    digest = xxhash.xxh3_64()
+    for sums in checksums:
+        digest.update(sums.tobytes())
+    return digest.hexdigest()
 
 
 def _check(text: str) -> str:
@@ -173,11 +259,3 @@ def _check(text: str) -> str:
 
 def _corrupt(path: Path, reason: str) -> CorruptChunkError:
     return CorruptChunkError(f"{path} cannot be trusted: {reason}. It will not be used")
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

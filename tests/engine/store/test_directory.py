@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +23,21 @@ from coinrag_integrations.errors import (
     FingerprintMismatchError,
     StoreError,
 )
+from coinrag_integrations.files import sweep
 from coinrag_integrations.types import ChunkId, Span, SpanRef
-from tests.engine.store.parts import LAYOUT, chunk_id, make_kv, open_store, read, whole
+from tests.engine.store.parts import (
+    LAYOUT,
+    PROCESSES,
+    chunk_id,
+    in_another_process,
+    make_kv,
+    n_disk,
+    open_store,
+    poisoned,
+    read,
+    same_bytes,
+    whole,
+)
 
 ID = chunk_id("a")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -37,10 +52,6 @@ def store(tmp_path):
 
 def layout_of(dtype: torch.dtype) -> KVLayout:
     return KVLayout(n_layers=2, n_kv_heads=3, head_dim=8, dtype=dtype)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,7 +102,7 @@ def test_reading_a_span_touches_only_its_bytes(data, tmp_path_factory):
 
 
 def store_offset(store) -> int:
-    return store._header(ID, store._open(ID)).kv_offset
+    return store.header(ID).parts["kv"].offset
 
 
 @FEW
@@ -148,9 +159,9 @@ def test_readers_beside_a_writer_get_one_version_or_the_other(store):
 
     def work() -> None:
         while not done.is_set():
-            out = torch.empty_like(versions[0])
-            errors = store.read([SpanRef(ID, 0, 20)], out)
-            if errors or not any(torch.equal(out, kv) for kv in versions):
+            stage = poisoned(store, [SpanRef(ID, 0, 20)])
+            errors = store.read(stage).errors
+            if errors or not any(torch.equal(stage.tensors["kv"], kv) for kv in versions):
                 wrong.append(str(errors))
 
     readers = [threading.Thread(target=work) for _ in range(3)]
@@ -188,24 +199,24 @@ def test_a_flipped_byte_is_found_in_that_token_and_only_that(token, byte, tmp_pa
         data = bytearray(store.path(ID).read_bytes())
         data[at] ^= 0x10
         store.path(ID).write_bytes(bytes(data))
-        out = torch.empty_like(kv)
-        errors = store.read([SpanRef(ID, i, i + 1) for i in range(10)], out)
+        stage = poisoned(store, [SpanRef(ID, i, i + 1) for i in range(10)])
+        errors = store.read(stage).errors
     assert list(errors) == [token]
     assert isinstance(errors[token], CorruptChunkError)
     rest = [i for i in range(10) if i != token]
-    assert torch.equal(out[rest], kv[rest])
+    assert torch.equal(stage.tensors["kv"][rest], kv[rest])
 
 
 def test_a_flipped_checksum_is_found_in_that_token_and_only_that(store):
     kv = make_kv(4)
     store.put(ID, kv, whole(4))
     data = bytearray(store.path(ID).read_bytes())
-    checksums = store.header(ID).checksums[2].tobytes()
+    checksums = store.header(ID).parts["kv"].checksums[2].tobytes()
     data[data.index(checksums)] ^= 1
     store.path(ID).write_bytes(bytes(data))
     with open_store(store.root) as fresh:
-        errors = fresh.read([SpanRef(ID, i, i + 1) for i in range(4)], torch.empty_like(kv))
-    assert list(errors) == [2]
+        report = fresh.read(poisoned(fresh, [SpanRef(ID, i, i + 1) for i in range(4)]))
+    assert list(report.errors) == [2]
 
 
 def test_one_bad_chunk_does_not_spoil_the_others(store):
@@ -213,10 +224,11 @@ def test_one_bad_chunk_does_not_spoil_the_others(store):
     for name, kv in kvs.items():
         store.put(chunk_id(name), kv, whole(6))
     store.path(chunk_id("b")).write_bytes(b"")
-    refs = [SpanRef(chunk_id(name), 1, 4) for name in "abcx"]
-    out = torch.empty(LAYOUT.staged(12))
-    errors = store.read(refs, out)
-    assert {i: type(e) for i, e in errors.items()} == {1: CorruptChunkError, 3: ChunkNotFoundError}
+    stage = poisoned(store, [SpanRef(chunk_id(name), 1, 4) for name in "abcx"])
+    report, out = store.read(stage), stage.tensors["kv"]
+    errors = {index: type(error) for index, error in report.errors.items()}
+    assert errors == {1: CorruptChunkError, 3: ChunkNotFoundError}
+    assert n_disk(report) == 6 * LAYOUT.bytes_per_entry
     assert torch.equal(out[:3], kvs["a"][1:4])
     assert torch.equal(out[6:9], kvs["c"][1:4])
 
@@ -313,11 +325,41 @@ def test_all_chunks_are_listed_also_by_another_store(store):
         assert all(i in other for i in ids)
 
 
-def test_an_output_of_another_shape_is_a_mistake_of_the_caller(store):
-    store.put(ID, make_kv(5), whole(5))
-    for out in (torch.empty(LAYOUT.staged(4)), torch.empty(LAYOUT.staged(10))[::2]):
-        with pytest.raises(ValueError, match="expected"):
-            store.read([SpanRef(ID, 0, 5)], out)
+def test_only_the_spans_asked_for_are_read_and_those_left_out_are_not(store):
+    kvs = {name: make_kv(6, seed=seed) for seed, name in enumerate("abc")}
+    for name, kv in kvs.items():
+        store.put(chunk_id(name), kv, whole(6))
+    stage = poisoned(store, [SpanRef(chunk_id(name), 1, 4) for name in "abca"])
+    report = store.read(stage, slice(1, 4), without={chunk_id("c")})
+    assert (report.errors, n_disk(report)) == ({}, 6 * LAYOUT.bytes_per_entry)
+    out = stage.tensors["kv"]
+    assert out[:3].isnan().all()
+    assert out[6:9].isnan().all()
+    assert torch.equal(out[3:6], kvs["b"][1:4])
+    assert torch.equal(out[9:], kvs["a"][1:4])
+    assert store.read(poisoned(store, [])).errors == {}
+
+
+def test_reads_that_were_started_give_what_reading_gives(store):
+    for i in range(6):
+        store.put(chunk_id(i), make_kv(6, seed=i), whole(6))
+    stage = poisoned(store, [SpanRef(chunk_id(i), 0, 6) for i in range(6)])
+    started = [store.start_read(stage, slice(i, i + 2)) for i in (0, 2, 4)]
+    assert [future.result().errors for future in started] == [{}] * 3
+    assert torch.equal(stage.tensors["kv"], torch.cat([make_kv(6, seed=i) for i in range(6)]))
+
+
+def test_verifying_finds_what_reading_a_span_does_not_look_at(store):
+    store.put(ID, make_kv(6), whole(6))
+    assert store.verify(ID) == store.header(ID)
+    data = bytearray(store.path(ID).read_bytes())
+    data[store_offset(store) + 5 * LAYOUT.bytes_per_entry] ^= 1
+    store.path(ID).write_bytes(bytes(data))
+    assert torch.equal(read(store, SpanRef(ID, 0, 3)), make_kv(6)[:3])
+    with pytest.raises(CorruptChunkError):
+        store.verify(ID)
+    with pytest.raises(ChunkNotFoundError):
+        store.verify(chunk_id("b"))
 
 
 @pytest.mark.parametrize(
@@ -378,86 +420,80 @@ def test_a_refused_write_is_an_error_of_the_store_and_leaves_nothing(store):
     assert list(store) == []
 
 
-def run(script: str, *arguments: object) -> str:
-    lines = ["from tests.engine.store.parts import *", "import os, resource, sys", script]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def put_on_a_full_disk(root: Path) -> str:
+    """The size limit of a process refuses a write half way, as a full disk does."""
+    with open_store(root) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        try:
+            store.put(ID, make_kv(900), whole(900))
+        except StoreError as error:
+            return str(error)
+    return "nothing was refused"
 
 
 def test_a_disk_without_space_keeps_the_old_file_and_leaves_nothing(store):
     store.put(ID, make_kv(3), whole(3))
     before = sorted(store.root.rglob("*"))
-    # The size limit of a process refuses a write half way, as a full disk does.
-    script = """
-store = open_store(Path(sys.argv[1]))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-try:
-    store.put(chunk_id("a"), make_kv(900), whole(900))
-except Exception as error:
-    print([kind.__name__ for kind in type(error).__mro__], error)
-"""
-    raised = run(script, store.root)
+    refusal = in_another_process(put_on_a_full_disk, store.root)
     assert sorted(store.root.rglob("*")) == before
     assert torch.equal(read(store, SpanRef(ID, 0, 3)), make_kv(3))
-    assert "'StoreError'" in raised
-    assert str(store.path(ID)) in raised
+    assert f"cannot write {store.path(ID)}" in refusal
 
 
-def test_a_folder_without_permission_is_an_error_of_the_store(tmp_path):
-    script = """
-import tempfile
-with tempfile.TemporaryDirectory() as name:
-    os.chmod(name, 0o755)
-    root = Path(name) / "kv"
-    store = open_store(root)
-    store.put(chunk_id("a"), make_kv(3), whole(3))
-    store.path(chunk_id("a")).parent.chmod(0o555)
-    root.chmod(0o555)
-    if os.fork() == 0:
+def put_as_nobody(root: Path) -> list[str]:
+    """What refuses a user without rights to put into an old folder, and into a new one."""
+    refusals = []
+    with open_store(root) as store:
         if os.geteuid() == 0:
             os.setuid(65534)
         for name in ("a", "b"):
             try:
                 store.put(chunk_id(name), make_kv(2), whole(2))
-            except Exception as error:
-                print(type(error).__name__, flush=True)
-        os._exit(0)
-    os.wait()
-    store.path(chunk_id("a")).parent.chmod(0o755)
-    root.chmod(0o755)
-    print(len(list(root.rglob("*.*"))))
-"""
-    assert run(script).split() == ["StoreError", "StoreError", "2"]
+            except StoreError as error:
+                refusals.append(str(error))
+    return refusals
+
+
+def test_a_folder_without_permission_is_an_error_of_the_store():
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name, "kv")
+        with open_store(root) as store:
+            store.put(ID, make_kv(3), whole(3))
+        for folder, mode in ((Path(name), 0o755), (store.path(ID).parent, 0o555), (root, 0o555)):
+            folder.chmod(mode)
+        try:
+            refusals = in_another_process(put_as_nobody, root)
+        finally:
+            for folder in (root, store.path(ID).parent):
+                folder.chmod(0o755)
+        assert sorted(path.name for path in root.rglob("*.*")) == [
+            f"{ID}.safetensors",
+            "fingerprint.json",
+        ]
+    assert [refusal.split()[:2] for refusal in refusals] == [["cannot", "write"]] * 2
+
+
+def put_for_ever(root: Path, told: Connection) -> None:
+    with open_store(root) as store:
+        for i in range(100_000):
+            store.put(chunk_id(i % 50), make_kv(200, seed=i % 50), whole(200))
+            told.send(i)
 
 
 def test_a_writer_killed_in_the_middle_leaves_whole_files_and_crumbs_that_are_swept(tmp_path):
-    script = """
-from tests.engine.store.parts import *
-import sys
-store = open_store(Path(sys.argv[1]))
-for i in range(100_000):
-    store.put(chunk_id(i % 50), make_kv(200, seed=i % 50), whole(200))
-    print(i, flush=True)
-"""
     open_store(tmp_path).close()
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=put_for_ever, args=(tmp_path, theirs))
+    child.start()
     try:
         for _ in range(20):
-            child.stdout.readline()
+            ours.recv()
     finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        child.kill()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL
     with open_store(tmp_path) as store:
-        store.sweep()
+        sweep(tmp_path)
         assert not list(tmp_path.rglob("*.tmp"))
         seeds = {chunk_id(seed): seed for seed in range(50)}
         stored = list(store)
@@ -467,22 +503,53 @@ for i in range(100_000):
             assert torch.equal(read(store, SpanRef(found, 0, 200)), expected)
 
 
+def put_until_it_is_too_large(root: Path) -> None:
+    """The system ends a process without a word once it has written so many bytes of a file."""
+    with open_store(root) as store:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        store.put(ID, make_kv(900), whole(900))
+
+
+def test_of_a_file_whose_writer_died_in_the_middle_of_it_nothing_is_left(store):
+    store.put(chunk_id("b"), make_kv(3), whole(3))
+    before = sorted(store.root.rglob("*.*"))
+    child = PROCESSES.Process(target=put_until_it_is_too_large, args=(store.root,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGXFSZ
+    assert ID not in store
+    assert sorted(store.root.rglob("*.*")) != before
+    assert sweep(store.root) == 1
+    assert sorted(store.root.rglob("*.*")) == before
+
+
+def test_a_chunk_may_be_read_by_whoever_may_read_its_folder(store):
+    store.put(ID, make_kv(3), whole(3))
+    path = store.path(ID)
+    assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666
+    path.parent.chmod(0o700)
+    store.put(ID, make_kv(3), whole(3))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_sweeping_removes_leftovers_and_nothing_else(store):
     store.put(ID, make_kv(2), whole(2))
     leftover = store.path(ID).with_name(f".{ID}.0123.tmp")
     leftover.write_bytes(b"half")
     assert list(store) == [ID]
-    assert store.sweep() == 1
+    assert sweep(store.root) == 1
     assert not leftover.exists()
-    assert store.sweep() == 0
+    assert sweep(store.root) == 0
     assert torch.equal(read(store, SpanRef(ID, 0, 2)), make_kv(2))
 
 
 def test_more_chunks_than_headers_are_remembered_are_still_read(store, monkeypatch):
-    monkeypatch.setattr("coinrag_integrations.engine.store.directory._MAX_HEADERS", 3)
+    monkeypatch.setattr("coinrag_integrations.engine.store.near._MAX_HEADERS", 3)
     for i in range(10):
         store.put(chunk_id(i), make_kv(2, seed=i), whole(2))
     for _ in range(2):
         for i in range(10):
             assert torch.equal(read(store, SpanRef(chunk_id(i), 0, 2)), make_kv(2, seed=i))
-    assert len(store._headers) <= 3
+    assert len(store._near._headers) <= 3

@@ -1,0 +1,50 @@
+"""Small files that are whole or not there, also after a loss of power."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or to a directory's list of names."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a file.
+
+    Raises:
+        OSError: the disk refuses; what was there stays.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a complete temporary file its name.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sweep(root: Path) -> int:
+    """Remove temporary files that an interrupted writer left; how many. For the one writing process."""
+    names = (".*.tmp", ".tmp??????")  # ours, and those that safetensors writes to first
+    leftovers = [path for name in names for path in root.rglob(name) if path.is_file()]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench kernels compat clean
+.PHONY: demo test check bench kernels faults compat clean
 
 demo: $(VENV)/.demo
 	$(BIN)/coinrag demo
@@ -29,6 +29,10 @@ kernels: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/engine/kernels
 	OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/bench_place.py
 	$(BIN)/python -m benchmarks.report_kernels
+
+# The store under crashes, flipped bytes, hostile files, readers, caps and codecs; the last line is one JSON object.
+faults: $(VENV)/.dev
+	$(BIN)/python -m tests.faults
 
 # The same engine tests on the newest transformers, in an environment of its own.
 compat:

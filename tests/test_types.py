@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import pytest
+import string
 
-from coinrag_integrations.errors import CoinRAGError, SpanError
-from coinrag_integrations.types import Chunk, ChunkId, Span, SpanRef
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coinrag_integrations.errors import CoinRAGError, ConfigError, SpanError
+from coinrag_integrations.types import Chunk, ChunkId, Scope, Span, SpanRef
 
 CHUNK = Chunk(
     chunk_id=ChunkId("c"),
@@ -45,3 +49,71 @@ def test_characters_are_widened_to_whole_tokens_and_gaps_belong_to_none():
 def test_no_token_touches_an_empty_range_of_characters(start, stop):
     with pytest.raises(SpanError, match="no token"):
         CHUNK.span_of(start, stop)
+
+
+END = string.ascii_lowercase + string.digits
+names = st.builds(
+    lambda first, middle, last: first + middle + last if middle is not None else first,
+    st.sampled_from(END),
+    st.none() | st.text(END + "-_", max_size=46),
+    st.sampled_from(END),
+)
+
+
+@given(a=st.tuples(names, names), b=st.tuples(names, names))
+def test_scopes_are_equal_and_called_the_same_only_if_both_names_are(a, b):
+    scopes = [Scope(tenant=tenant, collection=collection) for tenant, collection in (a, b)]
+    assert (str(scopes[0]) == str(scopes[1])) == (scopes[0] == scopes[1]) == (a == b)
+
+
+def test_names_that_look_alike_together_are_told_apart():
+    pairs = [("a", "b-c"), ("a-b", "c"), ("a_b", "c"), ("a", "b_c"), ("ab", "c"), ("a", "bc")]
+    assert len({str(Scope(tenant=a, collection=b)) for a, b in pairs}) == len(pairs)
+
+
+EVIL = [
+    *(
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "/a",
+        "a\\b",
+        "a.b",
+        ".a",
+        "a.",
+        "~",
+        "a b",
+        " a",
+        "a ",
+        "%2e%2e",
+    ),
+    *("a\n", "\na", "a\0", "A", "Ä", "ä", "a\u0301", "-a", "a-", "_a", "a_", "-", "_", "a:b", "a*"),
+    *(
+        "\u0661",
+        "\uff0e\uff0e",
+        "c$",
+        "a" * 49,
+        "\u202ea",
+        "\ud83c",
+        "a;b",
+        "a'b",
+        'a"b',
+        "a|b",
+        "{a}",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", EVIL, ids=ascii)
+def test_names_that_could_be_taken_for_something_else_are_refused(name):
+    with pytest.raises(ConfigError, match=r"the tenant .* is no name: use 1 to 48 lower-case"):
+        Scope(tenant=name)
+    with pytest.raises(ConfigError, match=r"the collection .* is no name"):
+        Scope(collection=name)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "a" * 48, "a-b_c", "a--b", "2024_q1", "default"])
+def test_usual_names_are_taken_as_they_are(name):
+    assert str(Scope(tenant=name, collection=name)) == f"{name}.{name}"

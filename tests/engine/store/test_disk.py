@@ -296,6 +296,19 @@ def test_a_cap_that_was_lowered_is_enforced_when_that_is_asked_for(tmp_path):
         assert any(left)
 
 
+def test_the_caps_of_tenants_are_enforced_too(tmp_path):
+    with open_scoped(Disk(tmp_path), A) as ours, open_scoped(Disk(tmp_path), B) as theirs:
+        mine = [put(ours, i, seconds_ago=100 - i) for i in range(6)]
+        other = [put(theirs, i, seconds_ago=999) for i in range(6)]
+        cap = used(tmp_path / "tenants" / "a") // 2
+        disk = Disk(tmp_path, Limits(max_bytes=1 << 30, tenant_bytes={"a": cap}))
+        with disk.writing():
+            assert disk.enforce() > 0
+        assert used(tmp_path / "tenants" / "a") <= cap
+        assert 0 < len(list(ours)) < len(mine)
+        assert list(theirs) == sorted(other)
+
+
 @pytest.mark.xfail(strict=True, reason="what is in the way is only known once all else is gone")
 def test_a_chunk_for_which_no_eviction_makes_room_evicts_nothing(tmp_path):
     disk = capped(tmp_path, 3)

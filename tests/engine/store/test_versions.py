@@ -20,7 +20,7 @@ from coinrag_integrations.errors import ChunkNotFoundError
 from coinrag_integrations.types import Chunk, ChunkId
 from tests.engine.store.parts import chunk_id
 
-DOCUMENTS = ("a", "b", "c")
+DOCUMENTS = ("a", "b")
 # What a version's content says is in it: which of the document's chunks, in which order.
 VERSIONS = {"v0": (0, 1, 2), "v1": (0, 1, 3), "v2": (4, 0), "v3": (), "v4": (5,)}
 documents, contents = st.sampled_from(DOCUMENTS), st.sampled_from(sorted(VERSIONS))
@@ -81,6 +81,11 @@ class Versions(RuleBasedStateMachine):
         self.removed |= set(ids_of(document_id, content))
 
     # -- what may happen -----------------------------------------------------------------------
+
+    @rule(document_id=documents, one=contents, another=contents)
+    def begin_and_change_ones_mind(self, document_id: str, one: str, another: str) -> None:
+        self.begin(document_id, one)
+        self.begin(document_id, another)
 
     @rule(document_id=documents, content=contents)
     def begin(self, document_id: str, content: str) -> None:

@@ -200,8 +200,8 @@ class Ingestor:
             catalog.begin_document(item.document.document_id, item.content, item.chunks)
         self._encode([c for c in chunks if not self.engine.is_stored(c)], report, tell)
         n_rows = len(chunks) + sum(len(chunk.nuggets) for chunk in chunks)
-        self.engine.disk.reserve(self.engine.scope.tenant, n_rows * _ROW_BYTES)
-        self.index.put(chunks)
+        with self.engine.disk.room(self.engine.scope.tenant, n_rows * _ROW_BYTES):
+            self.index.put(chunks)
         for item in group:
             if item.chunks:
                 catalog.finish_document(item.document.document_id, item.content)

@@ -57,9 +57,7 @@ WHO = "Who built the tidal organ?"
     ("worker", "numbers"), [pytest.param(w, n, id=title) for title, w, n in fuzz.parts("short")]
 )
 def test_hostile_files_and_ids_are_refused_or_mended(worker, numbers):
-    tried = list(fuzz.supervise(worker, numbers))
-    assert len(tried) == len(numbers)
-    assert [fault for faults in tried for fault in faults] == []
+    all_well(worker, numbers)
 
 
 @FEW
@@ -89,7 +87,7 @@ def test_no_text_is_an_id_and_no_number_a_span(shared_engine, text, start, stop)
             engine.compose([SpanRef(ChunkId(id_), start, stop)])
 
 
-@pytest.mark.parametrize("big", [1 << 31, 1 << 63, 1 << 64, 10**30], ids="{:.0e}".format)
+@pytest.mark.parametrize("big", [1 << 31, 1 << 63, 1 << 64, 10**5000], ids=int.bit_length)
 def test_a_span_of_more_tokens_than_can_be_counted_is_an_error_of_ours(shared_engine, big):
     with pytest.raises((SpanError, BudgetError)):
         shared_engine.compose([SpanRef(chunk_id("a"), 0, big)])
@@ -234,7 +232,7 @@ def control(tokenizer: TextTokenizer) -> set[int]:
 def all_well(worker: fuzz.Worker, numbers: fuzz.Numbers) -> None:
     tried = list(fuzz.supervise(worker, numbers, patience=30))
     assert len(tried) == len(numbers)
-    assert [fault for faults in tried for fault in faults] == []
+    assert [faults[0] for faults in tried if faults] == []
 
 
 def test_large_texts_are_cut_into_chunks_that_are_the_text():
@@ -468,12 +466,13 @@ def test_odd_metadata_comes_back_as_it_was(rag, metadata):
         {1: "x"},
         {"a": 1 << 63},
         {"a": 10**400},
+        {"a": 10**5000},
         {"a": -(1 << 64)},
         {"a": float("nan")},
         {"a": b"x"},
         {"a": "\udfff"},
     ],
-    ids=repr,
+    ids=lambda metadata: repr([*metadata]),
 )
 def test_metadata_that_cannot_be_kept_are_refused_before_anything_is_written(rag, metadata):
     good = Document(document_id="good", text=TEXT)

@@ -95,7 +95,7 @@ class ChromaFolder:
             SpanIndexError: another process is writing to it, or it cannot be opened.
         """
         try:
-            lock = _Lock.hold(folder.resolve().with_suffix(".lock"))
+            lock = _Lock.hold(_lock_of(folder.resolve()))
         except OSError as error:
             raise SpanIndexError(f"cannot open Chroma in {folder}: {error}") from error
         try:
@@ -144,3 +144,7 @@ class ChromaFolder:
         self._closed = True
         cast("Client", self.client).close()
         self._lock.release()
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")

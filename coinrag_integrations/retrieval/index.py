@@ -258,10 +258,24 @@ class SpanIndex:
 
     def _search_chunks(self, vector: Vectors, n_chunks: int, live: Live | None) -> list[ScoredSpan]:
         # The approximate index cuts ties in any order: look a little further, then cut in ours.
+        # Rows of chunks that are not there take the place of others: then look further still.
+        n_results = n_chunks + _TIES
+        while True:
+            spans = self._nearest_chunks(vector, n_results)
+            n_found = len(spans)
+            if live is not None:
+                there = live([span.ref.chunk_id for span in spans])
+                spans = [span for span in spans if span.ref.chunk_id in there]
+            if n_found < n_results or len(spans) >= n_chunks:
+                break
+            n_results *= 4
+        return sorted(spans, key=_best_first)[:n_chunks]
+
+    def _nearest_chunks(self, vector: Vectors, n_results: int) -> list[ScoredSpan]:
         with guard("search chunks"):
             found = self._chunks.query(
                 query_embeddings=vector[None],
-                n_results=n_chunks + _TIES,
+                n_results=n_results,
                 include=["documents", "metadatas", "distances"],
             )
         rows = zip(
@@ -270,11 +284,7 @@ class SpanIndex:
             (found["distances"] or [[]])[0],
             strict=True,
         )
-        spans = [_scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
-        if live is not None:
-            there = live([span.ref.chunk_id for span in spans])
-            spans = [span for span in spans if span.ref.chunk_id in there]
-        return sorted(spans, key=_best_first)[:n_chunks]
+        return [_scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
 
     @contextmanager
     def _changing(self, chunk_ids: Sequence[ChunkId]) -> Iterator[None]:

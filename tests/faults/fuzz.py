@@ -197,7 +197,7 @@ class Target:
         id_, n = chunks[0].chunk_id, len(chunks[0])
         covered = [SpanRef(id_, *pair) for pair in ((2, 20), (31, 50), (33, 40))]
         outside = [SpanRef(id_, *pair) for pair in ((0, 1), (19, 32))]
-        beyond = [SpanRef(id_, *pair) for pair in ((n - 1, n + 1), (10**12, 10**12 + 5))]
+        beyond = [SpanRef(id_, *pair) for pair in ((n - 1, n + 1), (10**6, 10**6 + 5))]
         inside = {ref: lenient.compose([ref])[0].kv for ref in (*covered, *outside)}
         path = lenient.store.path(id_)
         return cls(
@@ -328,7 +328,12 @@ def _nugget(span: Span) -> Nugget:
 
 
 def _short(ref: SpanRef) -> str:
-    return f"[{ref.start!s:.20}, {ref.stop!s:.20})"
+    return f"[{_said(ref.start)}, {_said(ref.stop)})"
+
+
+def _said(n: int) -> str:
+    """A number in a few characters: Python refuses to write out those of thousands of digits."""
+    return str(n) if n.bit_length() < 70 else f"a number of {n.bit_length()} bits"
 
 
 # -- what is put in a file's place -----------------------------------------------------------------
@@ -734,7 +739,7 @@ _INTS = (
         10**12,
         10**18,
         10**30,
-        10**400,
+        10**5000,
     ),
     *((1 << bits) + d for bits in (31, 32, 53, 63, 64) for d in (-1, 0, 1)),
     *(-1, -5, -(1 << 31), -(1 << 63), -(10**30)),
@@ -822,7 +827,7 @@ def _one_id(
         for start, stop in spans:
             ref, fault = attempt(lambda o=owner, s=start, e=stop: SpanRef(ChunkId(o), s, e))
             if fault:
-                faults.append(f"SpanRef({start!s:.20}, {stop!s:.20}): {fault}")
+                faults.append(f"SpanRef({_said(start)}, {_said(stop)}): {fault}")
             uses = _uses(target, ChunkId(id_), ref)
             for what, use in uses.items():
                 if owner != id_ and "ref" not in use.__code__.co_freevars:

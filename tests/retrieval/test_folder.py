@@ -254,7 +254,6 @@ def test_the_same_folder_by_another_name_is_the_same_folder(tmp_path, start, mon
             pass
 
 
-@pytest.mark.xfail(strict=True, reason="the lock's name drops what is behind the last dot")
 def test_folders_whose_names_differ_behind_a_dot_are_two_folders(tmp_path, start):
     other = start("index.one")
     other("open")

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
@@ -146,14 +147,15 @@ class KVStore:
         """Like `put`, of what is packed already."""
         path = self.path(chunk_id)
         n_entries = sum(map(len, chunk.ranges))
-        self.disk.reserve(self.scope.tenant, chunk_bytes(self.codec, n_entries) + _HEADER_ROOM)
-        try:
-            path.parent.mkdir(exist_ok=True)
-            write_chunk(path, chunk_id, chunk, self._digest)
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"cannot write {path}: {error}") from error
-        finally:
-            self._forget(chunk_id)
+        n_bytes = chunk_bytes(self.codec, n_entries) + _HEADER_ROOM
+        with self.disk.room(self.scope.tenant, n_bytes):
+            try:
+                path.parent.mkdir(exist_ok=True)
+                write_chunk(path, chunk_id, chunk, self._digest)
+            except (OSError, SafetensorError) as error:
+                raise StoreError(f"cannot write {path}: {error}") from error
+            finally:
+                self._forget(chunk_id)
         if self._far is not None:
             self._far.put(chunk_id, path)
 
@@ -292,12 +294,15 @@ class KVStore:
                 far.fetch_later(chunk_id, self.path(chunk_id), self._room)
         report.remote_seconds += time.perf_counter() - begin
 
-    def _room(self, n_bytes: int) -> bool:
-        """Make room for a file that is fetched, unless somebody else is writing."""
+    @contextmanager
+    def _room(self, n_bytes: int) -> Iterator[bool]:
+        """Make room for a file that the block fetches, unless somebody else is writing."""
         with self.disk.if_free() as free:
-            if free:
-                self.disk.reserve(self.scope.tenant, n_bytes)
-            return free
+            if not free:
+                yield False
+                return
+            with self.disk.room(self.scope.tenant, n_bytes):
+                yield True
 
     def _forget(self, chunk_id: ChunkId) -> None:
         """Drop what is in memory of a chunk."""

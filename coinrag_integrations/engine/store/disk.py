@@ -70,6 +70,7 @@ class Disk:
         self.root, self.limits = root, limits or Limits()
         self._threads, self._counting = threading.RLock(), threading.Lock()
         self._allowance: dict[str, int] = {}
+        self._unwritten: dict[str, int] = {}
         self._generation = ""
 
     @contextmanager
@@ -99,22 +100,34 @@ class Disk:
                 return
             yield True
 
-    def reserve(self, tenant: str, n_bytes: int) -> None:
-        """Make room for so many bytes of a tenant, by evicting KV. For the one writing process.
+    @contextmanager
+    def room(self, tenant: str, n_bytes: int) -> Iterator[None]:
+        """Make room for bytes of a tenant that the block writes, by evicting KV.
+
+        For the one writing process; several of its threads may write at once.
 
         Raises:
-            StoreError: the caps leave no room, even without all KV that is not pinned.
+            StoreError: the caps leave no room, even without all KV that is not pinned; nothing is
+                evicted then.
         """
         if not self.limits:
+            yield
             return
         # A file takes whole blocks, and perhaps a new directory.
         n_bytes = -(-n_bytes // _BLOCK) * _BLOCK + 2 * _BLOCK
-        bounds = {name: cap for name, cap in self._caps().items() if name in ("", tenant)}
+        names = [name for name in self._caps() if name in ("", tenant)]
         with self._counting:
-            if any(self._allowance.get(name, 0) < n_bytes for name in bounds):
+            if any(self._allowance.get(name, 0) < n_bytes for name in names):
                 self._count_and_evict(tenant, n_bytes)
-            for name in bounds:
+            for name in names:
                 self._allowance[name] -= n_bytes
+                self._unwritten[name] = self._unwritten.get(name, 0) + n_bytes
+        try:
+            yield
+        finally:
+            with self._counting:
+                for name in names:
+                    self._unwritten[name] -= n_bytes
 
     def usage(self) -> dict[str, int]:
         """Bytes on disk of each tenant, and under "" of the whole folder."""
@@ -164,7 +177,7 @@ class Disk:
             if name not in ("", tenant):
                 continue
             share = max(cap // _SHARES, n_bytes)
-            room = cap - cap // _SHARES - totals.get(name, 0)
+            room = self._left(name, cap, totals)
             if room < n_bytes:
                 candidates = [f for f in files if name in ("", f.tenant)]
                 freed = self._evict(candidates, share - room, at_least=n_bytes - room, name=name)
@@ -172,36 +185,40 @@ class Disk:
                 for file in freed:
                     totals[file.tenant] -= file.n_bytes
                     totals[""] -= file.n_bytes
-                room = cap - cap // _SHARES - totals.get(name, 0)
+                room = self._left(name, cap, totals)
             self._allowance[name] = min(room, share)
+
+    def _left(self, name: str, cap: int, totals: Mapping[str, int]) -> int:
+        """Bytes that may still be written: some are promised already, some are kept for other files."""
+        return cap - cap // _SHARES - totals.get(name, 0) - self._unwritten.get(name, 0)
 
     def _evict(self, files: list[_File], n_bytes: int, *, at_least: int, name: str) -> set[_File]:
         """Remove files, least recently used first, until `n_bytes` are free, or at least enough."""
-        freed: set[_File] = set()
-        n_freed = 0
         pinned = {
             chunk_id
             for folder in {file.path.parents[3] for file in files}
             for chunk_id in pinned_chunks(folder / "catalog.sqlite")
         }
-        for file in sorted(files, key=lambda f: f.used_ns):
+        loose = sorted((f for f in files if f.path.stem not in pinned), key=lambda f: f.used_ns)
+        missing = at_least - sum(file.n_bytes for file in loose)
+        if missing > 0:
+            whose = f"of tenant {name!r}" if name else f"of the store {self.root}"
+            raise StoreError(
+                f"the cap {whose}, {self._caps()[name]:,} bytes, leaves no room for {missing:,} "
+                "more: all else that is there are texts, the index and pinned KV. Raise the cap, "
+                "unpin or delete documents"
+            )
+        freed: set[_File] = set()
+        n_freed = 0
+        for file in loose:
             if n_freed >= n_bytes:
                 break
-            if file.path.stem in pinned:
-                continue
             try:
                 file.path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(f"cannot evict {file.path}: {error}") from error
             freed.add(file)
             n_freed += file.n_bytes
-        if n_freed < at_least:
-            whose = f"of tenant {name!r}" if name else f"of the store {self.root}"
-            raise StoreError(
-                f"the cap {whose}, {self._caps()[name]:,} bytes, leaves no room for "
-                f"{at_least - n_freed:,} more: all that is left are texts, the index and pinned KV. "
-                "Raise the cap, unpin or delete documents"
-            )
         return freed
 
     def _scan(self) -> tuple[list[_File], dict[str, int]]:

@@ -13,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from coinrag_integrations.errors import (
 from coinrag_integrations.files import publish
 from coinrag_integrations.types import ChunkId, Scope, Span
 
+Room = Callable[[int], AbstractContextManager[bool]]
 logger = logging.getLogger(__name__)
 
 _MAX_HEADERS = 65_536
@@ -134,7 +136,7 @@ class FarChunks:
         self.forget(chunk_id)
         return self.remote.delete(self.key(chunk_id))
 
-    def fetch_later(self, chunk_id: ChunkId, path: Path, room: Callable[[int], bool]) -> None:
+    def fetch_later(self, chunk_id: ChunkId, path: Path, room: Room) -> None:
         """Fetch the whole object beside other work, if there is `room` for its bytes."""
         with self._lock:
             if chunk_id in self._fetching:
@@ -143,8 +145,9 @@ class FarChunks:
 
         def work() -> None:
             try:
-                if room(self.header(chunk_id).identity[1]):
-                    self.fetch(chunk_id, path)
+                with room(self.header(chunk_id).identity[1]) as granted:
+                    if granted:
+                        self.fetch(chunk_id, path)
             except StoreError as error:
                 logger.warning("could not keep chunk %s locally: %s", chunk_id, error)
             finally:

@@ -195,7 +195,7 @@ class Versions(RuleBasedStateMachine):
         assert pinned_chunks(self.path) == self.live(self.pinned)
 
 
-Versions.TestCase.settings = settings(deadline=None, max_examples=20, stateful_step_count=30)
+Versions.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
 TestVersions = Versions.TestCase
 
 

@@ -207,7 +207,7 @@ def test_a_flipped_byte_is_found_in_that_token_and_only_that(token, byte, tmp_pa
     assert torch.equal(stage.tensors["kv"][rest], kv[rest])
 
 
-def test_a_flipped_checksum_is_found_in_that_token_and_only_that(store):
+def test_a_flipped_checksum_condemns_the_file(store):
     kv = make_kv(4)
     store.put(ID, kv, whole(4))
     data = bytearray(store.path(ID).read_bytes())
@@ -216,7 +216,21 @@ def test_a_flipped_checksum_is_found_in_that_token_and_only_that(store):
     store.path(ID).write_bytes(bytes(data))
     with open_store(store.root) as fresh:
         report = fresh.read(poisoned(fresh, [SpanRef(ID, i, i + 1) for i in range(4)]))
-    assert list(report.errors) == [2]
+    assert list(report.errors) == [0, 1, 2, 3]
+
+
+def test_a_file_with_another_chunks_rows_and_their_checksums_is_not_believed(store):
+    """Rows and checksums fit each other; the header knows that they are not its own."""
+    files = {}
+    for seed, name in enumerate("ab"):
+        store.put(chunk_id(name), make_kv(4, seed=seed), whole(4))
+        files[name] = store.path(chunk_id(name)).read_bytes()
+    length = 8 + int.from_bytes(files["a"][:8], "little")
+    assert len(files["a"]) == len(files["b"])
+    store.path(chunk_id("a")).write_bytes(files["a"][:length] + files["b"][length:])
+    refused = pytest.raises(CorruptChunkError, match="checksums are not its own")
+    with open_store(store.root) as fresh, refused:
+        fresh.header(chunk_id("a"))
 
 
 def test_one_bad_chunk_does_not_spoil_the_others(store):

@@ -101,6 +101,7 @@ def test_the_file_is_a_plain_safetensors_file(path):
         "chunk_id": ID,
         "n_tokens": 3,
         "ranges": [[0, 3]],
+        "checksums": xxhash.xxh3_64_hexdigest(sums.tobytes()),
     }
     described = split(path)[0]
     assert (described["kv"]["dtype"], described["kv"]["shape"]) == ("F32", [3, 2, 2, 1, 4])

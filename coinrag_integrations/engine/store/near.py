@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from coinrag_integrations.types import ChunkId, Span
 
 _MAX_HEADERS = 65_536
 _OPEN_AT_ONCE = 64
+_MUCH = 16 << 20  # bytes from which on threads pay
+_THREADS = 4
 # Not through a link, and without waiting for whoever may write into a pipe of that name.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -125,8 +128,8 @@ class NearChunks:
     ) -> None:
         """Ask the system for everything first, then read one behind the other.
 
-        Threads would read a cold disk no faster than the system does when it knows all ranges, and on
-        a warm one they wait for the interpreter: docs/log.md.
+        Threads help where there is much to verify beside reading; a few spans they only delay, since they
+        wait for the interpreter: docs/log.md.
         """
         opened: list[_Opened] = []
         try:
@@ -136,12 +139,22 @@ class NearChunks:
                     opened.append(self._start(stage, chunk_id, file, spans, report))
                 except StoreError as error:
                     report.errors |= dict.fromkeys(spans, error)
-            for it in opened:
-                for index, stored in it.wanted:
-                    try:
-                        self._read_span(stage, index, it, stored, report)
-                    except StoreError as error:
-                        report.errors[index] = error
+            reads = [(it, index, stored) for it in opened for index, stored in it.wanted]
+
+            def read(job: tuple[_Opened, int, slice]) -> None:
+                it, index, stored = job
+                try:
+                    self._read_span(stage, index, it, stored, report)
+                except StoreError as error:
+                    report.errors[index] = error
+
+            n_entries = sum(stored.stop - stored.start for _, _, stored in reads)
+            if len(reads) > 1 and self.codec.n_bytes(n_entries) >= _MUCH:
+                with ThreadPoolExecutor(_THREADS, thread_name_prefix="coinrag-read") as pool:
+                    list(pool.map(read, reads))
+            else:
+                for job in reads:
+                    read(job)
         finally:
             for it in opened:
                 os.close(it.file)

@@ -233,6 +233,11 @@ def test_a_file_with_another_chunks_rows_and_their_checksums_is_not_believed(sto
         fresh.header(chunk_id("a"))
 
 
+def test_one_bad_chunk_does_not_spoil_the_others_when_threads_read(store, monkeypatch):
+    monkeypatch.setattr("coinrag_integrations.engine.store.near._MUCH", 0)
+    test_one_bad_chunk_does_not_spoil_the_others(store)
+
+
 def test_one_bad_chunk_does_not_spoil_the_others(store):
     kvs = {name: make_kv(6, seed=seed) for seed, name in enumerate("abc")}
     for name, kv in kvs.items():

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coinrag_integrations.errors import DocumentError
 from coinrag_integrations.types import Document, Scalar
@@ -36,6 +36,8 @@ _DROPPED_TAGS = ("script", "style", "nav", "noscript", "template", "title")
 # Block elements that bs4's own list of them lacks.
 _MORE_BLOCK_TAGS = frozenset({"body", "caption", "details", "option", "summary", "tr"})
 
+# Characters that a PDF of any size may have; a larger one may have twenty a byte.
+_PDF_TEXT = 10_000_000
 # What pypdf raises on damaged files besides its own errors: it follows broken references.
 _DAMAGED_PDF = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
@@ -210,13 +212,17 @@ def _read_pdf(source: _Source) -> Document:
     data = _bytes(path)
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
-        pages = [_storable(page.extract_text()) for page in reader.pages]
+        pages = list(_pages(reader, path, len(data)))
         title = (reader.metadata.title if reader.metadata else None) or ""
     except (FileNotDecryptedError, DependencyError) as e:
         raise DocumentError(
             f"{path}: the PDF is encrypted: save a copy without a password, "
             "for example with qpdf --decrypt"
         ) from e
+    except DocumentError:
+        raise
+    except MemoryError as e:
+        raise _expands(path) from e
     except (PyPdfError, DeprecationError, *_DAMAGED_PDF) as e:
         raise DocumentError(
             f"{path}: the PDF is damaged ({e}): repair it, for example by printing it to a new PDF"
@@ -228,6 +234,24 @@ def _read_pdf(source: _Source) -> Document:
             "run OCR on it first, for example with ocrmypdf"
         )
     return _document(source, text=text, title=_storable(str(title)).strip(), n_pages=len(pages))
+
+
+def _pages(reader: Any, path: Path, n_bytes: int) -> Iterator[str]:
+    """The texts of a PDF's pages, as long as they are in proportion to the file."""
+    n_characters, most = 0, max(_PDF_TEXT, 20 * n_bytes)
+    for page in reader.pages:
+        text = _storable(page.extract_text())
+        n_characters += len(text)
+        if n_characters > most:
+            raise _expands(path)
+        yield text
+
+
+def _expands(path: Path) -> DocumentError:
+    return DocumentError(
+        f"{path}: the PDF is small and expands to an enormous text, so it may be meant to do harm: "
+        "save its text as a file if it is not"
+    )
 
 
 def _storable(text: str) -> str:

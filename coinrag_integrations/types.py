@@ -18,6 +18,7 @@ Scalar = str | int | float | bool
 Metadata = Mapping[str, Scalar]
 
 
+_MAX_TOKENS = 2**31 - 1
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,46}[a-z0-9])?")
 
 
@@ -63,14 +64,16 @@ class Span:
     """A half-open token range `[start, stop)` inside one chunk.
 
     Raises:
-        SpanError: the range is empty, reversed or negative.
+        SpanError: the range is empty, reversed, negative or beyond all chunks.
     """
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        """Refuse ranges that select nothing."""
+        """Refuse ranges that select nothing, or more than any text has."""
+        if max(self.start, self.stop) > _MAX_TOKENS:
+            raise SpanError(f"a span of more than {_MAX_TOKENS} tokens is in no chunk")
         if not 0 <= self.start < self.stop:
             raise SpanError(
                 f"span [{self.start}, {self.stop}) selects no token: "

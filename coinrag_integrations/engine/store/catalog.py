@@ -285,7 +285,7 @@ class _Guard:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._lock.release()
-        if isinstance(error, sqlite3.Error):
+        if isinstance(error, sqlite3.Error | UnicodeEncodeError):  # ids may be no text
             raise StoreError(f"cannot use the catalog {self._path}: {error}") from error
 
 

@@ -34,6 +34,7 @@ from coinrag_integrations.types import ChunkId, Span
 # A header of ours has one or two kilobytes; with the checksums of 512 entries, this holds it all.
 HEAD_BYTES = 32 << 10
 _MAX_HEADER = 1 << 20
+_MAX_ENTRIES = 1 << 20  # no window is as long
 _TORCH_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -173,9 +174,16 @@ def parse_header(
         checked = header["__metadata__"]["check"] == _check(text)
         meta: dict[str, Any] = json.loads(text)
         ranges = tuple(Span(int(a), int(b)) for a, b in meta["ranges"])
-        n_tokens = int(meta["n_tokens"])
+        n_tokens = Span(0, max(int(meta["n_tokens"]), 1)).stop if meta["n_tokens"] else 0
         disjoint = all(a.stop <= b.start for a, b in pairwise(ranges))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise _corrupt(path, "its header cannot be read") from error
     if not checked:
         raise _corrupt(path, "its metadata does not match its checksum")
@@ -189,6 +197,8 @@ def parse_header(
             raise _corrupt(path, f"its {name} is {meta.get(name)!r:.80}, expected {value!r}")
     if not disjoint or (ranges and ranges[-1].stop > n_tokens):
         raise _corrupt(path, f"its ranges are not ranges of {n_tokens} tokens")
+    if sum(map(len, ranges)) > _MAX_ENTRIES:
+        raise _corrupt(path, f"it describes more than {_MAX_ENTRIES} entries")
     extents = _extents(path, header, codec, sum(map(len, ranges)), n_bytes - start)
     checksums: dict[str, NDArray[np.uint64]] = {}
     for part in codec.parts:
@@ -226,7 +236,7 @@ def _extents(
         try:
             said = (found[name]["dtype"], found[name]["shape"])
             first, stop = (int(offset) for offset in found[name]["data_offsets"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise _corrupt(path, "its header cannot be read") from error
         if said != (dtype, shape) or first < 0 or stop - first != size:
             raise _corrupt(path, f"its {name} is {said!r:.80}, expected {(dtype, shape)}")

@@ -8,7 +8,6 @@ same is what the store keeps its margin for.
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import tempfile
@@ -49,7 +48,6 @@ def run(scale: Scale) -> dict[str, Any]:
         AssertionError: a document is not answered, or not from the right KV.
     """
     console = Console(stderr=True)
-    logging.getLogger("coinrag_integrations").setLevel(logging.ERROR)
     exceeded = 0
     model = wide_model(CAPS[scale])
     for title, part in (("one tenant", one_tenant), ("two tenants", two_tenants), ("pins", pins)):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import logging
 import os
 import re
 import stat
-import struct
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coinrag_integrations.errors import DocumentError
+from coinrag_integrations.pdf import read_pdf
 from coinrag_integrations.types import Document, Scalar
 
 if TYPE_CHECKING:
@@ -35,14 +33,6 @@ _ID_KEYS = ("document_id", "id")
 _DROPPED_TAGS = ("script", "style", "nav", "noscript", "template", "title")
 # Block elements that bs4's own list of them lacks.
 _MORE_BLOCK_TAGS = frozenset({"body", "caption", "details", "option", "summary", "tr"})
-
-# Characters that a PDF of any size may have; a larger one may have twenty a byte.
-_PDF_TEXT = 10_000_000
-# What pypdf raises on damaged files besides its own errors: it follows broken references.
-_DAMAGED_PDF = (
-    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
-    *(RecursionError, NotImplementedError, EOFError, OSError, struct.error, zlib.error),
-)
 
 ErrorHandler = Callable[[DocumentError], None]
 
@@ -200,64 +190,8 @@ def _visible_text(soup: bs4.BeautifulSoup) -> str:
 
 
 def _read_pdf(source: _Source) -> Document:
-    import pypdf
-    from pypdf.errors import (
-        DependencyError,
-        DeprecationError,
-        FileNotDecryptedError,
-        PyPdfError,
-    )
-
-    path = source.path
-    data = _bytes(path)
-    try:
-        reader = pypdf.PdfReader(io.BytesIO(data))
-        pages = list(_pages(reader, path, len(data)))
-        title = (reader.metadata.title if reader.metadata else None) or ""
-    except (FileNotDecryptedError, DependencyError) as e:
-        raise DocumentError(
-            f"{path}: the PDF is encrypted: save a copy without a password, "
-            "for example with qpdf --decrypt"
-        ) from e
-    except DocumentError:
-        raise
-    except MemoryError as e:
-        raise _expands(path) from e
-    except (PyPdfError, DeprecationError, *_DAMAGED_PDF) as e:
-        raise DocumentError(
-            f"{path}: the PDF is damaged ({e}): repair it, for example by printing it to a new PDF"
-        ) from e
-    text = "\n\n".join(page.strip() for page in pages if page.strip())
-    if not text:
-        raise DocumentError(
-            f"{path}: the PDF has no text on its {len(pages)} pages, so it is probably a scan: "
-            "run OCR on it first, for example with ocrmypdf"
-        )
-    return _document(source, text=text, title=_storable(str(title)).strip(), n_pages=len(pages))
-
-
-def _pages(reader: Any, path: Path, n_bytes: int) -> Iterator[str]:
-    """The texts of a PDF's pages, as long as they are in proportion to the file."""
-    n_characters, most = 0, max(_PDF_TEXT, 20 * n_bytes)
-    for page in reader.pages:
-        text = _storable(page.extract_text())
-        n_characters += len(text)
-        if n_characters > most:
-            raise _expands(path)
-        yield text
-
-
-def _expands(path: Path) -> DocumentError:
-    return DocumentError(
-        f"{path}: the PDF is small and expands to an enormous text, so it may be meant to do harm: "
-        "save its text as a file if it is not"
-    )
-
-
-def _storable(text: str) -> str:
-    """Text of a PDF without what broken fonts leave in it: NUL and unpaired surrogates."""
-    pairs = text.replace("\0", "").encode("utf-16-le", "surrogatepass")
-    return pairs.decode("utf-16-le", "replace")
+    text, title, n_pages = read_pdf(source.path, _bytes(source.path))
+    return _document(source, text=text, title=title, n_pages=n_pages)
 
 
 def _read_json_lines(source: _Source, report: ErrorHandler) -> Iterator[tuple[str, Document]]:

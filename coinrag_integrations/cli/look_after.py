@@ -13,7 +13,7 @@ from coinrag_integrations.cli.options import Collection, Json, Store, Tenant, pa
 from coinrag_integrations.cli.output import Output, megabytes
 
 if TYPE_CHECKING:
-    from coinrag_integrations.maintenance import OnProgress
+    from coinrag_integrations.maintenance.opened import OnProgress
 
 
 def verify(

@@ -7,10 +7,13 @@ what happened, and forget: a slow link that recovers is used again.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from coinrag_integrations.engine.store import ReadReport
+from coinrag_integrations.errors import SlowReadError
+from coinrag_integrations.types import ChunkId
 
 Load = Literal["auto", "read"]
 _FORGET = 0.9  # what an observation weighs when the next one is made
@@ -97,3 +100,19 @@ class CostModel:
             read = self._reads.get(tier, Line()).predict(n_bytes)
             encode = self._encodes.predict(n_tokens)
         return None if read is None or encode is None else Estimate(read=read, encode=encode)
+
+    def slow_reads(
+        self, tiers: Mapping[ChunkId, str], n_bytes: Mapping[ChunkId, int], chunk_tokens: int
+    ) -> dict[ChunkId, SlowReadError]:
+        """The chunks that are clearly faster encoded than read from the tier they are in, and why."""
+        slow: dict[ChunkId, SlowReadError] = {}
+        for chunk_id, tier in tiers.items():
+            # Chunks are read side by side, but encoded one after the other.
+            n_tokens = chunk_tokens * sum(other == tier for other in tiers.values())
+            it = self.estimate(tier, n_bytes[chunk_id], n_tokens)
+            if it is not None and it.prefers_encoding:
+                slow[chunk_id] = SlowReadError(
+                    f"reading chunk {chunk_id} ({tier}) would take about {it.read:.3f} s, "
+                    f"encoding it {it.encode:.3f} s"
+                )
+        return slow

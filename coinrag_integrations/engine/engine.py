@@ -29,12 +29,11 @@ from coinrag_integrations.engine.prompt import build_prompt
 from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.runner import StaticRunners
 from coinrag_integrations.engine.store import (
-    Catalog,
     Disk,
-    KVStore,
     Limits,
     PackedChunk,
     Remote,
+    open_scope,
     scope_folder,
     variants,
 )
@@ -102,7 +101,16 @@ class Engine:
         self.disk = Disk(Path(folder), limits)
         self.folder = scope_folder(Path(folder), self.scope)
         self.remote, self.cost = remote, CostModel()
-        self.store, self.catalog = self._open(add_fingerprint)
+        self.catalog, self.store = open_scope(
+            self.disk,
+            self.scope,
+            model.layout,
+            self.fingerprint,
+            add_fingerprint=add_fingerprint,
+            quantise=self.kernels.quantise,
+            memory_bytes=self.config.memory_bytes,
+            remote=remote,
+        )
         self._composer = Composer(
             layout=model.layout,
             rope=model.rope,
@@ -350,17 +358,7 @@ class Engine:
         if not self.cost.knows_encoding:
             return {}
         tiers = {chunk_id: self.store.tier(chunk_id) for chunk_id in n_bytes}
-        declined: dict[ChunkId, StoreError] = {}
-        for chunk_id, tier in tiers.items():
-            # Chunks are read side by side, but encoded one after the other.
-            n_tokens = self.config.chunk_tokens * sum(other == tier for other in tiers.values())
-            estimate = self.cost.estimate(tier, n_bytes[chunk_id], n_tokens)
-            if estimate is not None and estimate.prefers_encoding:
-                declined[chunk_id] = SlowReadError(
-                    f"reading chunk {chunk_id} ({tier}) would take about {estimate.read:.3f} s, "
-                    f"encoding it {estimate.encode:.3f} s"
-                )
-        return declined
+        return self.cost.slow_reads(tiers, n_bytes, self.config.chunk_tokens)
 
     def _recompute(
         self, chunk_id: ChunkId, spans: Sequence[Span], error: StoreError
@@ -393,35 +391,6 @@ class Engine:
                 self.store.put_packed(chunk_id, packed)
             except StoreError as refusal:
                 logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
-
-    def _open(self, add_fingerprint: bool) -> tuple[KVStore, Catalog]:
-        """The KV of our fingerprint and the texts of our scope; creates what is not there."""
-        notes = {
-            "tenant": self.scope.tenant,
-            "collection": self.scope.collection,
-            "tokenizer": self.model.tokenizer.digest,
-        }
-        root = variants.choose_variant(self.folder / KV, self.fingerprint, add=add_fingerprint)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"cannot open the store {self.disk.root}: {error}") from error
-        catalog = Catalog(self.folder / "catalog.sqlite", expected=notes)
-        try:
-            store = KVStore(
-                root,
-                self.model.layout,
-                self.fingerprint,
-                scope=self.scope,
-                disk=self.disk,
-                quantise=self.kernels.quantise,
-                memory_bytes=self.config.memory_bytes,
-                remote=self.remote,
-            )
-        except StoreError:
-            catalog.close()
-            raise
-        return store, catalog
 
 
 def _finish(stream: AnswerStream) -> Answer:

@@ -6,20 +6,20 @@ chunks' (CoinRAG, arXiv 2608.07458). What comes back are span triples; KV is som
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from coinrag_integrations.errors import ConfigError, SpanIndexError
-from coinrag_integrations.files import write_text
-from coinrag_integrations.retrieval.chroma import clean_metadata, guard, pages
+from coinrag_integrations.retrieval.chroma import guard, pages
 from coinrag_integrations.retrieval.embedders import Embedder, Vectors
 from coinrag_integrations.retrieval.folder import ChromaFolder
+from coinrag_integrations.retrieval.interruption import Interruption
+from coinrag_integrations.retrieval.rows import Row, chunk_row, nugget_rows, scored
 from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan, SpanRef
 
 if TYPE_CHECKING:
@@ -45,40 +45,6 @@ class RetrievalConfig:
             raise ConfigError(
                 f"n_chunks={self.n_chunks} and n_nuggets={self.n_nuggets} must be at least 1"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interruption:
-    """A change of the index that did not end. `torn`: the process died, and Chroma's files with it."""
-
-    torn: bool
-    chunk_ids: tuple[ChunkId, ...]
-
-    def write(self, mark: Path) -> None:
-        """Note it in a file.
-
-        Raises:
-            SpanIndexError: the disk refuses.
-        """
-        try:
-            write_text(mark, json.dumps({"torn": self.torn, "chunk_ids": self.chunk_ids}))
-        except OSError as error:
-            raise SpanIndexError(f"cannot write {mark}: {error}") from error
-
-    @classmethod
-    def read(cls, mark: Path) -> Interruption | None:
-        """The inverse of `write`; None if there is no such file.
-
-        Raises:
-            SpanIndexError: it cannot be read.
-        """
-        try:
-            value = json.loads(mark.read_text(encoding="utf-8"))
-            return cls(torn=bool(value["torn"]), chunk_ids=tuple(map(ChunkId, value["chunk_ids"])))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SpanIndexError(f"cannot read {mark}: {error}") from error
 
 
 class SpanIndex:
@@ -125,8 +91,8 @@ class SpanIndex:
         Raises:
             SpanIndexError: Chroma fails, or metadata that it cannot hold.
         """
-        nuggets = self._embedded([row for chunk in chunks for row in _nugget_rows(chunk)])
-        rows = self._embedded([_chunk_row(chunk) for chunk in chunks])
+        nuggets = self._embedded([row for chunk in chunks for row in nugget_rows(chunk)])
+        rows = self._embedded([chunk_row(chunk) for chunk in chunks])
         # Upsert would merge metadata and keep rows of former nuggets, so replaced rows go first.
         chunk_ids = [chunk.chunk_id for chunk in chunks]
         with self._changing(chunk_ids):
@@ -249,7 +215,7 @@ class SpanIndex:
             else []
         )
         spans = [
-            _scored(metadata, text, score)
+            scored(metadata, text, score)
             for metadata, text, score in zip(metadatas, documents, scores, strict=True)
         ]
         with_nuggets = {span.ref.chunk_id for span in spans}
@@ -284,7 +250,7 @@ class SpanIndex:
             (found["distances"] or [[]])[0],
             strict=True,
         )
-        return [_scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
+        return [scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
 
     @contextmanager
     def _changing(self, chunk_ids: Sequence[ChunkId]) -> Iterator[None]:
@@ -349,7 +315,7 @@ class SpanIndex:
                 }
         return owners
 
-    def _embedded(self, rows: Sequence[_Row]) -> list[tuple[_Row, Vectors]]:
+    def _embedded(self, rows: Sequence[Row]) -> list[tuple[Row, Vectors]]:
         """Rows with their vectors, a page of texts at a time."""
         return [
             pair
@@ -359,7 +325,7 @@ class SpanIndex:
             )
         ]
 
-    def _add(self, collection: Collection, rows: Sequence[tuple[_Row, Vectors]]) -> None:
+    def _add(self, collection: Collection, rows: Sequence[tuple[Row, Vectors]]) -> None:
         for page in pages(rows, self._batch):
             with guard(f"write {len(page)} rows"):
                 collection.add(
@@ -400,15 +366,6 @@ class _AnyEmbedder:
         return self.embed_documents([text])
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row to write: a chunk's or a nugget's."""
-
-    id: str
-    text: str
-    metadata: dict[str, Any]
-
-
 def _of_chunks(chunk_ids: Sequence[ChunkId]) -> Where:
     return cast("Where", {"coinrag_chunk_id": {"$in": list(chunk_ids)}})
 
@@ -416,55 +373,3 @@ def _of_chunks(chunk_ids: Sequence[ChunkId]) -> Where:
 def _best_first(span: ScoredSpan) -> tuple[float, SpanRef]:
     # Equal texts get scores that differ in the last bits; rounding makes their order ours.
     return (-round(span.score, 6), span.ref)
-
-
-def _chunk_row(chunk: Chunk) -> _Row:
-    return _Row(chunk.chunk_id, chunk.text, _metadata(chunk, 0, len(chunk), 0, len(chunk.text)))
-
-
-def _nugget_rows(chunk: Chunk) -> list[_Row]:
-    return [
-        _Row(
-            f"{chunk.chunk_id}:{n.span.start}:{n.span.stop}",
-            n.text,
-            _metadata(chunk, n.span.start, n.span.stop, n.char_start, n.char_stop),
-        )
-        for n in chunk.nuggets
-    ]
-
-
-def _metadata(
-    chunk: Chunk, start: int, stop: int, char_start: int, char_stop: int
-) -> dict[str, Any]:
-    return {
-        **clean_metadata(chunk.metadata),
-        "coinrag_chunk_id": chunk.chunk_id,
-        "coinrag_document_id": chunk.document_id,
-        "coinrag_start": start,
-        "coinrag_stop": stop,
-        "coinrag_char_start": chunk.char_start + char_start,
-        "coinrag_char_stop": chunk.char_start + char_stop,
-    }
-
-
-def _scored(metadata: Any, text: Any, score: float) -> ScoredSpan:
-    try:
-        ref = SpanRef(
-            ChunkId(metadata["coinrag_chunk_id"]),
-            int(metadata["coinrag_start"]),
-            int(metadata["coinrag_stop"]),
-        )
-        return ScoredSpan(
-            ref=ref,
-            text=text,
-            score=float(score),
-            document_id=metadata["coinrag_document_id"],
-            char_start=int(metadata["coinrag_char_start"]),
-            char_stop=int(metadata["coinrag_char_stop"]),
-            metadata={k: v for k, v in metadata.items() if not k.startswith("coinrag_")},
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpanIndexError(
-            f"the collection holds a row that we did not write: {metadata!r}. Use a collection of "
-            "its own for the span index"
-        ) from error

@@ -13,7 +13,7 @@ import pytest
 from coinrag_integrations.errors import SpanIndexError
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex
-from coinrag_integrations.retrieval.index import Interruption
+from coinrag_integrations.retrieval.interruption import Interruption
 from coinrag_integrations.types import ChunkId, Document
 
 TEXTS = ["The mill of Tarsk ground forty tons of rye.", "Ines Caldero painted the pier green."]

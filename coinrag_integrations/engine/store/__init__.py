@@ -8,6 +8,7 @@ from coinrag_integrations.engine.store.directory import KVStore
 from coinrag_integrations.engine.store.disk import Disk, Limits, scope_folder, scopes
 from coinrag_integrations.engine.store.format import PackedChunk
 from coinrag_integrations.engine.store.near import ReadReport
+from coinrag_integrations.engine.store.opening import open_scope
 from coinrag_integrations.engine.store.remote import Remote
 from coinrag_integrations.engine.store.stage import Stage
 
@@ -21,6 +22,7 @@ __all__ = [
     "ReadReport",
     "Remote",
     "Stage",
+    "open_scope",
     "scope_folder",
     "scopes",
 ]

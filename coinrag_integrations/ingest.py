@@ -20,11 +20,12 @@ from itertools import islice
 
 from coinrag_integrations.engine import Engine
 from coinrag_integrations.engine.fingerprint import canonical_digest
+from coinrag_integrations.engine.store import Catalog
 from coinrag_integrations.errors import DocumentError, SpanIndexError, StoreError
 from coinrag_integrations.files import sweep
 from coinrag_integrations.nuggets import NuggetProposer, extract_nuggets
 from coinrag_integrations.retrieval import SpanIndex, clean_metadata, pages
-from coinrag_integrations.types import Chunk, Document
+from coinrag_integrations.types import Chunk, ChunkId, Document
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class Ingestor:
         interruption, catalog = self.index.interruption, self.engine.catalog
         if interruption is None and not anew:
             return 0
+        # Should we die as well, Chroma's files may be torn by then.
+        self.index.begin_mending()
         if anew or interruption is None or interruption.torn:
             self.index.reset()
             chunks = catalog.chunks()
@@ -138,7 +141,7 @@ class Ingestor:
         while page := list(islice(chunks, _INDEX_PAGE)):
             self.index.put(page)
             n_chunks += len(page)
-        self.index.mended()
+        self.index.end_mending()
         return n_chunks
 
     def mend(self) -> None:
@@ -232,11 +235,7 @@ class Ingestor:
     def settle(self) -> int:
         """Remove chunks that no version of a document needs; how many. For the one writing process."""
         gone = self.engine.catalog.garbage()
-        for page in pages(gone, _PAGE):
-            self.index.delete(page)
-            for chunk_id in page:
-                self.engine.remove_chunk(chunk_id)
-            self.engine.catalog.purge(page)
+        remove_chunks(gone, self.engine.catalog, self.index, self.engine.remove_chunk)
         return len(gone)
 
     def _content(self, document: Document) -> str:
@@ -250,6 +249,21 @@ class Ingestor:
                 "chunk_tokens": self.engine.config.chunk_tokens,
             }
         )
+
+
+def remove_chunks(
+    chunk_ids: Sequence[ChunkId],
+    catalog: Catalog,
+    index: SpanIndex | None,
+    remove_kv: Callable[[ChunkId], None],
+) -> None:
+    """Remove chunks that nobody needs from index and files; then forget that they are to be removed."""
+    for page in pages(chunk_ids, _PAGE):
+        if index is not None:
+            index.delete(page)
+        for chunk_id in page:
+            remove_kv(chunk_id)
+        catalog.purge(page)
 
 
 def _check(document: Document) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -211,3 +213,61 @@ def test_a_store_of_two_tenants_is_looked_after_as_one(store, model):
     assert maintenance.delete_documents(store, [DOCUMENTS[1].document_id], tenant="acme") == 0
     assert maintenance.delete_documents(store, [DOCUMENTS[0].document_id], tenant="acme") == 1
     assert maintenance.verify(store)[1].n_documents == 3
+
+
+def test_kv_that_was_evicted_is_not_encoded_by_a_repair(store, model):
+    maintenance.set_limits(store, max_bytes=1 << 30)
+    gone, *others = files(store)
+    gone.unlink()
+    with opened(store, model) as rag:
+        assert maintenance.repair(rag) == 0
+    assert files(store) == others
+
+
+def test_a_repair_leaves_remote_objects_alone_and_reads_them_where_they_are(tmp_path, model):
+    far = tmp_path / "far"
+    with opened(tmp_path / "store", model, remote=f"file://{far}") as rag:
+        rag.add(DOCUMENTS)
+    before = {path: path.stat().st_mtime_ns for path in far.rglob("*.safetensors")}
+    evicted = files(tmp_path / "store")[0]
+    evicted.unlink()
+    with CoinRAG.open(tmp_path / "store") as rag:
+        assert maintenance.repair(rag) == 0
+    assert {path: path.stat().st_mtime_ns for path in far.rglob("*.safetensors")} == before
+
+
+def test_damaged_tokens_are_found_and_never_encoded(store, model):
+    path = store / "tenants/default/main/catalog.sqlite"
+    with closing(sqlite3.connect(path)) as db, db:
+        ((rowid, tokens),) = db.execute("SELECT rowid, token_ids FROM chunks LIMIT 1").fetchall()
+        damaged = bytes([tokens[0] ^ 1]) + tokens[1:]
+        db.execute("UPDATE chunks SET token_ids = ? WHERE rowid = ?", (damaged, rowid))
+    assert any("the tokens of 1 chunks" in line for line in problems(store))
+    for file in files(store):
+        file.unlink()
+    with opened(store, model) as rag:
+        maintenance.repair(rag)
+        rag.delete([DOCUMENTS[0].document_id])
+        rag.add(DOCUMENTS)
+    assert problems(store) == []
+
+
+def test_a_document_is_deleted_from_a_fingerprint_that_is_being_dropped(store):
+    maintenance.convert(store, "int8", keep=True)
+    kv = store / "tenants/default/main/kv"
+    half_dropped = min(kv.iterdir())
+    (half_dropped / "fingerprint.json").unlink()
+    with Catalog(store / "tenants/default/main/catalog.sqlite") as catalog:
+        gone = set(catalog.chunk_ids(DOCUMENTS[0].document_id))
+    assert maintenance.delete_documents(store, [DOCUMENTS[0].document_id]) == 1
+    assert not gone & {path.stem for path in kv.rglob("*.safetensors")}
+
+
+def test_deleted_texts_are_not_left_in_the_file(store):
+    secret = DOCUMENTS[0].text[100:160].encode()
+    path = store / "tenants/default/main/catalog.sqlite"
+    assert secret in path.read_bytes()
+    assert maintenance.delete_documents(store, [DOCUMENTS[0].document_id]) == 1
+    with Catalog(path) as catalog:
+        catalog._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert secret not in path.read_bytes()

@@ -56,6 +56,14 @@ def chunk_document(
     return tuple(chunks)
 
 
+def has_its_tokens(chunk: Chunk, scope: Scope) -> bool:
+    """Whether a chunk's id is that of its tokens, as `chunk_document` gives it."""
+    return any(
+        chunk.chunk_id == _chunk_id(scope, chunk.document_id, chunk.token_ids, occurrence)
+        for occurrence in range(chunk.index + 1)
+    )
+
+
 def _bounds(encoding: Encoding, n_tokens: int) -> list[tuple[int, int]]:
     """Token ranges of the chunks, moved back where a cut would fall inside a character."""
     total = len(encoding.ids)

@@ -1,13 +1,16 @@
 """Whether reading a chunk's spans or encoding the chunk anew is faster, from what was measured here.
 
 Reading takes `latency + bytes / bandwidth`, encoding `overhead + tokens / speed`. Both lines are fitted to
-what happened, and forget: a slow link that recovers is used again.
+what happened, and forget. What was declined is not measured, so reads of too long ago count for nothing: a
+slow link that recovers is used again.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +19,7 @@ from coinrag_integrations.errors import SlowReadError
 from coinrag_integrations.types import ChunkId
 
 Load = Literal["auto", "read"]
+_STALE_S = 30.0  # how long a measured read speaks for its tier
 _FORGET = 0.9  # what an observation weighs when the next one is made
 # A decision for encoding must promise this much: estimates scatter, and what was read can be read again.
 _GAIN, _GAIN_S = 0.7, 0.02
@@ -68,7 +72,9 @@ class Estimate:
 class CostModel:
     """Lines for each tier ("disk", "remote") and for encoding. Safe to share between threads."""
 
+    clock: Callable[[], float] = time.monotonic
     _reads: dict[str, Line] = field(default_factory=dict)
+    _read_at: dict[str, float] = field(default_factory=dict)
     _encodes: Line = field(default_factory=Line)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -82,6 +88,7 @@ class CostModel:
             for tier, (n_bytes, spent) in read.items():
                 if n_bytes:
                     self._reads.setdefault(tier, Line()).observe(n_bytes, spent)
+                    self._read_at[tier] = self.clock()
 
     def observe_encode(self, n_tokens: int, seconds: float) -> None:
         """Note how long encoding took."""
@@ -95,8 +102,10 @@ class CostModel:
         return self._encodes.weight > 0
 
     def estimate(self, tier: str, n_bytes: int, n_tokens: int) -> Estimate | None:
-        """Both estimates for a piece; None before both have been measured."""
+        """Both estimates for a piece; None before both have been measured, and reading lately."""
         with self._lock:
+            if self.clock() - self._read_at.get(tier, -math.inf) > _STALE_S:
+                return None
             read = self._reads.get(tier, Line()).predict(n_bytes)
             encode = self._encodes.predict(n_tokens)
         return None if read is None or encode is None else Estimate(read=read, encode=encode)

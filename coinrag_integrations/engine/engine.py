@@ -13,7 +13,7 @@ import torch
 
 from coinrag_integrations.engine import gate
 from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream
-from coinrag_integrations.engine.chunking import chunk_document
+from coinrag_integrations.engine.chunking import chunk_document, has_its_tokens
 from coinrag_integrations.engine.composer import Composed, Composer
 from coinrag_integrations.engine.config import EngineConfig
 from coinrag_integrations.engine.cost import CostModel
@@ -43,6 +43,7 @@ from coinrag_integrations.engine.upload import Uploader
 from coinrag_integrations.errors import (
     ChunkNotFoundError,
     ConfigError,
+    CorruptChunkError,
     RemoteError,
     SlowReadError,
     StoreError,
@@ -187,7 +188,7 @@ class Engine:
         Raises:
             StoreError: the disk, or the remote storage, refuses.
         """
-        self.store.delete(chunk_id)
+        self.store.forget(chunk_id)
         variants.delete_everywhere(self.folder / KV, chunk_id, self.remote, self.scope)
 
     # -- answering -----------------------------------------------------------------------------
@@ -288,10 +289,10 @@ class Engine:
         """Answer by prefilling prompt, chunks and question anew: the baseline, no cache at all.
 
         Raises:
-            ChunkNotFoundError: a chunk is not in the catalog.
+            ChunkNotFoundError, CorruptChunkError: a chunk is not in the catalog, or damaged there.
             BudgetError: the model's window is too small.
         """
-        context = [Text(self.catalog.chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
+        context = [Text(self._chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
         pieces: list[Piece] = [Text(self.prompt.head), *context, Text(self.prompt.tail(question))]
         return self.stream_pieces(pieces, generation)
 
@@ -366,13 +367,28 @@ class Engine:
         """Encode a chunk again from its stored tokens; mend its file unless it is in order."""
         if isinstance(error, RemoteError):
             logger.warning("encoding chunk %s again: %s", chunk_id, error)
-        chunk = self.catalog.chunk(chunk_id)
+        chunk = self._chunk(chunk_id)
         kv = self._encode([chunk.token_ids])[0]
         packed = self.store.pack(kv, self.covered(chunk))
         outside = any(packed.rows(span) is None for span in spans)
         if self._needs_mending(chunk, error):
             self._mend(chunk_id, packed, error)
         return self.store.pack(kv, [Span(0, len(kv))]) if outside else packed
+
+    def _chunk(self, chunk_id: ChunkId) -> Chunk:
+        """A chunk out of the catalog, whose tokens are those that its id was made of.
+
+        Raises:
+            ChunkNotFoundError: it is not there.
+            CorruptChunkError: its tokens are others.
+        """
+        chunk = self.catalog.chunk(chunk_id)
+        if not has_its_tokens(chunk, self.scope):
+            raise CorruptChunkError(
+                f"the tokens of chunk {chunk_id} in {self.catalog.path} are damaged: delete document "
+                f"{chunk.document_id!r} and add it again"
+            )
+        return chunk
 
     def _needs_mending(self, chunk: Chunk, error: StoreError) -> bool:
         """Whether a chunk that was encoded again should be stored."""

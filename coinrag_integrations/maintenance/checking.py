@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coinrag_integrations.engine import Engine
+from coinrag_integrations.engine.chunking import has_its_tokens
 from coinrag_integrations.engine.store import KVStore
 from coinrag_integrations.errors import ChunkNotFoundError, SpanIndexError, StoreError
 from coinrag_integrations.files import sweep
@@ -18,7 +20,7 @@ from coinrag_integrations.maintenance.opened import (
 )
 from coinrag_integrations.maintenance.removing import remove_strays
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.types import ChunkId, Scope
+from coinrag_integrations.types import Chunk, ChunkId, Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,8 @@ class ScopeReport:
     """What was found in one scope.
 
     `begun` counts documents whose ingestion was interrupted, `garbage` chunks whose removal was.
-    `unindexed` chunks have no row in the index, `unknown` rows no chunk. `damage` is what SQLite says of
-    the catalog.
+    `unindexed` chunks have no row in the index, `unknown` rows no chunk. `damage` is what is wrong with
+    the catalog itself.
     """
 
     scope: Scope
@@ -100,15 +102,10 @@ def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
         sweep(engine.disk.root)
         rag.ingestor.settle()
         chunks = list(engine.catalog.chunks())
-        lost = []
+        lost: list[Chunk] = []
         for done, chunk in enumerate(chunks):
-            try:
-                engine.store.verify(chunk.chunk_id)
-                is_whole = engine.is_stored(chunk)
-            except StoreError:
-                engine.store.delete(chunk.chunk_id)
-                is_whole = False
-            lost += [] if is_whole else [chunk]
+            if has_its_tokens(chunk, engine.scope) and not _is_whole(engine, chunk):
+                lost.append(chunk)
             if on_progress:
                 on_progress(done + 1, len(chunks))
         for chunk, kv in engine.encode(lost):
@@ -133,9 +130,25 @@ def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
         return len({chunk.chunk_id for chunk in (*lost, *unindexed)})
 
 
+def _is_whole(engine: Engine, chunk: Chunk) -> bool:
+    """Whether all KV of a chunk is there, or was evicted and need not be."""
+    try:
+        engine.store.verify(chunk.chunk_id)
+    except ChunkNotFoundError:
+        return bool(engine.disk.limits) or engine.is_stored(chunk)
+    except StoreError:
+        return False
+    return engine.is_stored(chunk)
+
+
 def _verify(scope: OpenScope, full: bool, on_progress: OnProgress | None) -> ScopeReport:
     catalog = scope.catalog
-    chunks = {chunk.chunk_id: bool(chunk.nuggets) for chunk in catalog.chunks()}
+    chunks: dict[ChunkId, bool] = {}
+    damaged = 0
+    for chunk in catalog.chunks():
+        chunks[chunk.chunk_id] = bool(chunk.nuggets)
+        damaged += not has_its_tokens(chunk, scope.scope)
+    tokens = [f"the tokens of {damaged} chunks: add their documents again"] if damaged else []
     rows, nugget_rows = rows_of(scope)
     counts = catalog.counts()
     return ScopeReport(
@@ -144,7 +157,7 @@ def _verify(scope: OpenScope, full: bool, on_progress: OnProgress | None) -> Sco
         n_chunks=counts["chunks"],
         begun=catalog.n_begun(),
         garbage=len(catalog.garbage()),
-        damage=tuple(catalog.check_integrity()),
+        damage=(*catalog.check_integrity(), *tokens),
         unindexed=tuple(
             i
             for i, nuggets in chunks.items()

@@ -18,18 +18,15 @@ from coinrag_integrations.engine.store.variants import (
 )
 from coinrag_integrations.errors import StoreError
 from coinrag_integrations.files import sweep
-from coinrag_integrations.ingest import WAIT_SECONDS
+from coinrag_integrations.ingest import WAIT_SECONDS, remove_chunks
 from coinrag_integrations.maintenance.opened import (
     OpenScope,
     open_store,
     rows_of,
     writing,
 )
-from coinrag_integrations.retrieval import pages
 from coinrag_integrations.settings import StoreSettings
 from coinrag_integrations.types import ChunkId, Scope
-
-_PAGE = 1000
 
 
 def collect_garbage(folder: Path, *, drop: Sequence[str] = ()) -> int:
@@ -134,9 +131,10 @@ def remove_strays(store: KVStore) -> None:
 
 def remove(scope: OpenScope, remote: Remote | None, gone: Sequence[ChunkId]) -> None:
     """Remove chunks from index and files, then from the list of what is to be removed."""
-    for page in pages(gone, _PAGE):
-        if scope.index is not None:
-            scope.index.delete(page)
-        for chunk_id in page:
-            delete_everywhere(scope.folder / KV, chunk_id, remote, scope.scope)
-        scope.catalog.purge(page)
+    kv = scope.folder / KV
+    remove_chunks(
+        gone,
+        scope.catalog,
+        scope.index,
+        lambda chunk_id: delete_everywhere(kv, chunk_id, remote, scope.scope),
+    )

@@ -143,8 +143,22 @@ class SpanIndex:
                 if found is not None and len(found):
                     collection.query(query_embeddings=np.asarray(found[:1]), n_results=1)
 
-    def mended(self) -> None:
-        """Note that what was interrupted has been made good."""
+    def begin_mending(self) -> None:
+        """Leave a mark until `end_mending`: the changes between them have none of their own.
+
+        Raises:
+            SpanIndexError: the disk refuses.
+        """
+        if self._mark:
+            Interruption(torn=True, chunk_ids=()).write(self._mark)
+
+    def end_mending(self) -> None:
+        """Note that the index is whole.
+
+        Raises:
+            SpanIndexError: Chroma fails, or the disk refuses.
+        """
+        self._settle()
         if self._mark:
             self._mark.unlink(missing_ok=True)
 
@@ -267,15 +281,19 @@ class SpanIndex:
         it.write(self._mark)
         try:
             yield
-            self.probe()
-            if self._folder is not None:
-                self._folder.sync()
+            self._settle()
         except SpanIndexError:
             raise
         except BaseException:  # our own process lives, so Chroma's files are whole
             replace(it, torn=False).write(self._mark)
             raise
         self._mark.unlink()
+
+    def _settle(self) -> None:
+        """Have Chroma do what it has put off, and the disk hold it."""
+        self.probe()
+        if self._folder is not None:
+            self._folder.sync()
 
     def _delete(self, chunk_ids: Sequence[ChunkId]) -> None:
         with guard("delete chunks"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from coinrag_integrations.engine import Engine, EngineConfig
 from coinrag_integrations.engine.cost import CostModel, Line
 from coinrag_integrations.engine.store import ReadReport, Remote
+from coinrag_integrations.types import ChunkId
 from tests.tiny import fill, supported_model
 
 seconds = st.floats(1e-5, 10.0)
@@ -47,6 +48,20 @@ def test_a_link_that_recovers_is_used_again():
     for _ in range(60):
         cost.observe(ReadReport(remote={0: 10**6}, remote_seconds=0.01), 0.01)
     assert not cost.estimate("remote", 10**6, 512).prefers_encoding
+
+
+def test_what_was_measured_long_ago_counts_no_more_so_that_it_is_measured_again():
+    now = [0.0]
+    cost = CostModel(clock=lambda: now[0])
+    cost.observe_encode(512, 0.2)
+    cost.observe(ReadReport(disk={0: 10**6}), 60.0)
+    chunk = ChunkId("a" * 32)
+    slow = lambda: cost.slow_reads({chunk: "disk"}, {chunk: 10**6}, 512)  # noqa: E731
+    assert slow().keys() == {chunk}
+    now[0] = 31.0
+    assert slow() == {}, "it is read, and so measured"
+    cost.observe(ReadReport(disk={0: 10**6}), 60.0)
+    assert slow().keys() == {chunk}
 
 
 def test_what_is_slow_to_read_is_encoded_and_said_to_be(tmp_path):

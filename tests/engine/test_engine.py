@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sqlite3
 import threading
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import normalizers
@@ -651,3 +653,20 @@ def test_an_engine_closes_its_files_and_keeps_its_model(tmp_path):
         engine.answer(WHO, [chunks[0].ref()])
     with open_engine(tmp_path) as again:
         assert again.answer(WHO, [chunks[0].ref()], SHORT).recomputed == ()
+
+
+def test_damaged_tokens_are_not_encoded_for_the_chunk_that_had_others(tmp_path):
+    """The catalog has no checksums; a chunk's id is one over its tokens."""
+    with Engine(supported_model("llama"), tmp_path, EngineConfig(chunk_tokens=32)) as engine:
+        chunk = fill(engine, TEXT * 2)[1]
+        engine.store.delete(chunk.chunk_id)
+        tokens = np.array(chunk.token_ids, dtype=np.int32)
+        tokens[3] ^= 1
+        with sqlite3.connect(engine.catalog.path) as db:
+            query = "UPDATE chunks SET token_ids = ? WHERE chunk_id = ?"
+            db.execute(query, (tokens.tobytes(), chunk.chunk_id))
+        with pytest.raises(CorruptChunkError, match=r"tokens of chunk .* are damaged: delete"):
+            engine.compose([chunk.ref()])
+        with pytest.raises(CorruptChunkError, match="damaged"):
+            engine.stream_full("Who?", [chunk.chunk_id])
+        assert chunk.chunk_id not in engine.store

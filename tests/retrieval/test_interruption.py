@@ -61,6 +61,23 @@ def test_an_exception_between_two_rows_leaves_a_mark_and_the_next_writer_makes_i
     assert found(marked) == before
 
 
+def test_who_dies_while_mending_leaves_an_index_that_is_not_trusted(marked, tmp_path, monkeypatch):
+    mark = tmp_path / "store" / "index.changing"
+    Interruption(torn=False, chunk_ids=tuple(marked.engine.catalog.chunk_ids("0"))).write(mark)
+    with monkeypatch.context() as patch:
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(SpanIndex, "_add", stop)
+        with pytest.raises(KeyboardInterrupt):
+            marked.ingestor.mend()
+    assert Interruption.read(mark) == Interruption(torn=True, chunk_ids=())
+    marked.ingestor.mend()
+    assert marked.index.interruption is None
+    assert {span.document_id for span in marked.retrieve(TEXTS[0])} == {"0", "1"}
+
+
 def test_after_a_death_every_row_is_written_anew(marked, tmp_path):
     before, counts = found(marked), marked.index.counts()
     marked.index._chunks.delete(marked.engine.catalog.chunk_ids("1"))

@@ -70,6 +70,7 @@ class Catalog:
             self._db = sqlite3.connect(path, check_same_thread=False, timeout=30)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA secure_delete=ON")  # deleted texts are not left in the file
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchall():
                 self._db.executescript(_SCHEMA)
         try:

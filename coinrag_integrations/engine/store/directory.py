@@ -155,7 +155,7 @@ class KVStore:
             except (OSError, SafetensorError) as error:
                 raise StoreError(f"cannot write {path}: {error}") from error
             finally:
-                self._forget(chunk_id)
+                self.forget(chunk_id)
         if self._far is not None:
             self._far.put(chunk_id, path)
 
@@ -166,7 +166,7 @@ class KVStore:
             StoreError: the disk, or the remote storage, refuses.
         """
         path = self.path(chunk_id)
-        self._forget(chunk_id)
+        self.forget(chunk_id)
         try:
             path.unlink()
             was_there = True
@@ -304,7 +304,7 @@ class KVStore:
             with self.disk.room(self.scope.tenant, n_bytes):
                 yield True
 
-    def _forget(self, chunk_id: ChunkId) -> None:
+    def forget(self, chunk_id: ChunkId) -> None:
         """Drop what is in memory of a chunk."""
         self._near.forget(chunk_id)
         if self._far is not None:

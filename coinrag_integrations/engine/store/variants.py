@@ -92,10 +92,10 @@ def delete_everywhere(kv: Path, chunk_id: ChunkId, remote: Remote | None, scope:
     Raises:
         StoreError: the disk, or the remote storage, refuses.
     """
-    for name in variants(kv):
+    for folder in kv.glob("*/"):  # also one that is being dropped, and has no note any more
         if remote is not None:
-            remote.delete(chunk_key(scope, name, chunk_id))
-        path = chunk_path(kv / name, chunk_id)
+            remote.delete(chunk_key(scope, folder.name, chunk_id))
+        path = chunk_path(folder, chunk_id)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -208,9 +208,10 @@ def test_a_note_that_cannot_be_read_is_an_error_that_names_it(kv, content):
     for use in (
         lambda: variants(kv),
         lambda: drop_variant(kv, name_of("int4"), None, SCOPE),
-        lambda: delete_everywhere(kv, ID, None, SCOPE),
         lambda: choose_variant(kv, replace(FINGERPRINT, weights="other")),
     ):
         with pytest.raises(StoreError, match=str(note)):
             use()
     assert choose_variant(kv, fingerprint_of("none")) == kv / name_of("none")
+    delete_everywhere(kv, ID, None, SCOPE)  # needs no note
+    assert not list(kv.rglob(f"{ID}.safetensors"))

@@ -161,32 +161,50 @@ def _read_html(source: _Source) -> Document:
             warnings.simplefilter("ignore", bs4.MarkupResemblesLocatorWarning)
             warnings.simplefilter("ignore", bs4.XMLParsedAsHTMLWarning)
             soup = bs4.BeautifulSoup(markup, "html.parser")
-    except bs4.exceptions.ParserRejectedMarkup as e:
+    except (bs4.exceptions.ParserRejectedMarkup, ValueError) as e:  # also enormous numbers
         raise DocumentError(f"{source.path}: damaged HTML ({e}): repair the file") from e
     title = soup.title.get_text(" ", strip=True) if soup.title else ""
     return _document(source, text=_visible_text(soup), title=" ".join(title.split()))
 
 
 def _visible_text(soup: bs4.BeautifulSoup) -> str:
-    """The text of a page: blank lines between block elements, tabs between table cells."""
-    from bs4.builder import HTMLTreeBuilder
-    from bs4.element import NavigableString
+    """The text of a page: blank lines between block elements, tabs between table cells.
 
-    for tag in soup.find_all(_DROPPED_TAGS):
-        tag.decompose()
-    verbatim = {id(string) for pre in soup.find_all("pre") for string in pre.find_all(string=True)}
-    for string in soup.find_all(string=True):
-        if type(string) is NavigableString and id(string) not in verbatim:
-            string.replace_with(re.sub(r"[ \t\r\n\f]+", " ", string))
-    for tag in soup.find_all(HTMLTreeBuilder.DEFAULT_BLOCK_ELEMENTS | _MORE_BLOCK_TAGS):
-        tag.insert(0, "\n\n")
-        tag.append("\n\n")
-    for tag in soup.find_all("br"):
-        tag.insert(0, "\n")
-    for tag in soup.find_all(("td", "th")):
-        tag.append("\t")
-    text = re.sub(r"[ \t]*\r?\n[ \t]*", "\n", soup.get_text())
+    In one pass and without changing the tree: what bs4 inserts it follows down to the deepest element.
+    """
+    from bs4.element import NavigableString, Tag
+
+    parts: list[str] = []
+    open_tags: list[Tag] = []
+    n_dropped = n_verbatim = 0  # open tags whose text is left out, or kept as it is
+
+    for element in (*soup.descendants, None):
+        while open_tags and (element is None or element.parent is not open_tags[-1]):
+            tag = open_tags.pop()
+            n_dropped -= tag.name in _DROPPED_TAGS
+            n_verbatim -= tag.name == "pre"
+            parts.append("" if n_dropped else _around(tag.name, ends=True))
+        if isinstance(element, Tag):
+            open_tags.append(element)
+            parts.append("" if n_dropped else _around(element.name))
+            n_dropped += element.name in _DROPPED_TAGS
+            n_verbatim += element.name == "pre"
+        elif type(element) is NavigableString and not n_dropped:
+            text = str(element)
+            parts.append(text if n_verbatim else re.sub(r"[ \t\r\n\f]+", " ", text))
+    text = "\n".join(line.strip(" \t\r") for line in "".join(parts).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", re.sub(r" {2,}", " ", text)).strip()
+
+
+def _around(name: str, *, ends: bool = False) -> str:
+    """What stands where a tag begins or ends."""
+    from bs4.builder import HTMLTreeBuilder
+
+    if name in HTMLTreeBuilder.DEFAULT_BLOCK_ELEMENTS or name in _MORE_BLOCK_TAGS:
+        return "\n\n"
+    if ends:
+        return "\t" if name in ("td", "th") else ""
+    return "\n" if name == "br" else ""
 
 
 def _read_pdf(source: _Source) -> Document:

@@ -27,6 +27,7 @@ from coinrag_integrations.engine import (
     load_model,
 )
 from coinrag_integrations.engine.model import DType
+from coinrag_integrations.engine.prompt import check_question
 from coinrag_integrations.engine.store import Limits
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.ingest import WAIT_SECONDS, Ingestor, IngestReport, OnProgress
@@ -239,8 +240,10 @@ class CoinRAG:
         """The spans for a question, best first: nuggets, or whole chunks in the other modes.
 
         Raises:
+            ConfigError: the question is empty, or no text.
             SpanIndexError: Chroma fails.
         """
+        check_question(question)
         config = config or self.retrieval
         live = self.engine.catalog.live
         if mode == "coinrag":
@@ -275,14 +278,12 @@ class CoinRAG:
         text without any cache.
 
         Raises:
-            ConfigError: an unknown mode, or an empty question.
+            ConfigError: an unknown mode, or a question that is no text.
             BudgetError: spans, question and answer do not fit the model's window.
             SpanIndexError, StoreError: Chroma or the store fails.
         """
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}: use one of {', '.join(MODES)}")
-        if not question.strip():
-            raise ConfigError("the question is empty: ask something")
         begin = time.perf_counter()
         spans = self.retrieve(question, mode, retrieval)
         retrieve_ms = (time.perf_counter() - begin) * 1e3

@@ -51,10 +51,9 @@ class Prompt:
         """The tokens to compute online. Control tokens typed in `question` stay plain text.
 
         Raises:
-            ConfigError: the question is empty.
+            ConfigError: as for `check_question`.
         """
-        if not question.strip():
-            raise ConfigError("the question is empty: ask something")
+        check_question(question)
         words = self.tokenizer.encode(question.strip()).ids
         return (*self.before_question, *words, *self.after_question)
 
@@ -62,6 +61,22 @@ class Prompt:
     def digest(self) -> str:
         """Hash of the head, for stores whose chunks were encoded after it."""
         return canonical_digest({"head": self.head})
+
+
+def check_question(question: str) -> None:
+    """Refuse what cannot be asked.
+
+    Raises:
+        ConfigError: the question is empty, or holds half a character.
+    """
+    if not question.strip():
+        raise ConfigError("the question is empty: ask something")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the question has an unpaired surrogate at character {error.start}, which is no text"
+        ) from error
 
 
 def build_prompt(tokenizer: TextTokenizer, template: PromptTemplate) -> Prompt:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from chromadb.api import ClientAPI
 
 T = TypeVar("T")
+_RESERVED = "chroma:document"
 
 
 def open_client(where: str | Path | None) -> ClientAPI:
@@ -71,12 +72,17 @@ def clean_metadata(metadata: Metadata | dict[str, Any]) -> dict[str, Scalar]:
     """What Chroma can hold of `metadata`: None is left out.
 
     Raises:
-        SpanIndexError: a value that would be refused, or silently lost (NaN, infinity, nested).
+        SpanIndexError: a key or value that would be refused, or silently lost (NaN, infinity, nested).
     """
     clean: dict[str, Scalar] = {}
     for key, value in metadata.items():
         if value is None:
             continue
+        if not isinstance(key, str) or not key or key[0] in "$#" or key == _RESERVED:
+            raise SpanIndexError(
+                f"metadata key {_shown(key)} cannot be kept: keys are text, not empty, do not begin "
+                f"with '$' or '#', and are not {_RESERVED!r}"
+            )
         # Larger integers would come back as floats, NaN and infinity would vanish.
         kept = isinstance(value, str) or (
             isinstance(value, int | float)
@@ -84,8 +90,15 @@ def clean_metadata(metadata: Metadata | dict[str, Any]) -> dict[str, Scalar]:
         )
         if not kept:
             raise SpanIndexError(
-                f"metadata {key!r} is {value!r}: only text, booleans and finite numbers of 64 bits "
-                "can be kept"
+                f"metadata {_shown(key)} is {_shown(value)}: only text, booleans and finite numbers "
+                "of 64 bits can be kept"
             )
         clean[key] = value
     return clean
+
+
+def _shown(value: object) -> str:
+    """A value in an error: short, also if writing all of it out takes forever or is refused."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!r:.80}"

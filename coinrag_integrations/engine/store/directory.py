@@ -9,7 +9,6 @@ there is any.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +37,6 @@ from coinrag_integrations.types import ChunkId, Scope, Span, SpanRef
 
 Tier = Literal["disk", "remote"]
 _HEADER_ROOM = 4096
-_CHUNK_ID = re.compile("[0-9a-f]{32}")
 
 
 class KVStore:
@@ -96,8 +94,6 @@ class KVStore:
         Raises:
             ChunkNotFoundError: the id is not one of ours (it may come from a prompt or a database).
         """
-        if not _CHUNK_ID.fullmatch(chunk_id):
-            raise _no_id(chunk_id)
         return variants.chunk_path(self.root, chunk_id)
 
     def __contains__(self, chunk_id: ChunkId) -> bool:
@@ -222,10 +218,10 @@ class KVStore:
         by_chunk: dict[ChunkId, list[int]] = {}
         for index in range(len(stage.refs))[spans]:
             by_chunk.setdefault(stage.refs[index].chunk_id, []).append(index)
-        for chunk_id in [i for i in by_chunk if i in without or not _CHUNK_ID.fullmatch(i)]:
+        for chunk_id in [i for i in by_chunk if i in without or not variants.is_id(i)]:
             indices = by_chunk.pop(chunk_id)
             if chunk_id not in without:
-                report.errors |= dict.fromkeys(indices, _no_id(chunk_id))
+                report.errors |= dict.fromkeys(indices, variants.no_id(chunk_id))
         self._near.read(stage, by_chunk, report)
         if self._far is not None:
             self._read_far(self._far, stage, by_chunk, report)
@@ -269,7 +265,7 @@ class KVStore:
         return sorted(p for p in self.root.glob("??/*") if not p.name.startswith("."))
 
     def _is_in_place(self, path: Path) -> bool:
-        return bool(_CHUNK_ID.fullmatch(path.stem)) and path == self.path(ChunkId(path.stem))
+        return variants.is_id(path.stem) and path == self.path(ChunkId(path.stem))
 
     def _read_far(
         self,
@@ -316,7 +312,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:  # deleted or evicted meanwhile
         return 0
-
-
-def _no_id(chunk_id: str) -> ChunkNotFoundError:
-    return ChunkNotFoundError(f"{chunk_id!r:.80} is not a chunk id: expected 32 hex digits")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 from coinrag_integrations.engine.fingerprint import Fingerprint
 from coinrag_integrations.engine.store.remote import Remote
-from coinrag_integrations.errors import FingerprintMismatchError, StoreError
+from coinrag_integrations.errors import ChunkNotFoundError, FingerprintMismatchError, StoreError
 from coinrag_integrations.files import write_text
 from coinrag_integrations.types import ChunkId, Scope
 
 _NOTE = "fingerprint.json"
+_CHUNK_ID = re.compile("[0-9a-f]{32}")
 
 
 def variants(kv: Path) -> dict[str, Fingerprint]:
@@ -92,6 +94,8 @@ def delete_everywhere(kv: Path, chunk_id: ChunkId, remote: Remote | None, scope:
     Raises:
         StoreError: the disk, or the remote storage, refuses.
     """
+    if not is_id(chunk_id):
+        return  # nothing is ever stored under it
     for folder in kv.glob("*/"):  # also one that is being dropped, and has no note any more
         if remote is not None:
             remote.delete(chunk_key(scope, folder.name, chunk_id))
@@ -116,13 +120,43 @@ def _mismatch(
     )
 
 
+def is_id(chunk_id: str) -> bool:
+    """Whether this can be the id of a chunk."""
+    return bool(_CHUNK_ID.fullmatch(chunk_id))
+
+
+def check_id(chunk_id: str) -> None:
+    """Refuse what must not become part of a path; it may come from a prompt or a database.
+
+    Raises:
+        ChunkNotFoundError: the id is not one of ours.
+    """
+    if not is_id(chunk_id):
+        raise no_id(chunk_id)
+
+
+def no_id(chunk_id: str) -> ChunkNotFoundError:
+    """The error for what cannot be the id of a chunk."""
+    return ChunkNotFoundError(f"{chunk_id!r:.80} is not a chunk id: expected 32 hex digits")
+
+
 def chunk_key(scope: Scope, name: str, chunk_id: ChunkId) -> str:
-    """The name of a chunk's remote object: that of its file below `tenants/`, but for "kv/"."""
+    """The name of a chunk's remote object: that of its file below `tenants/`, but for "kv/".
+
+    Raises:
+        ChunkNotFoundError: as for `check_id`.
+    """
+    check_id(chunk_id)
     return f"{scope.tenant}/{scope.collection}/{name}/{chunk_id[:2]}/{chunk_id}.safetensors"
 
 
 def chunk_path(folder: Path, chunk_id: ChunkId) -> Path:
-    """Where a chunk's file lies in the folder of a fingerprint."""
+    """Where a chunk's file lies in the folder of a fingerprint.
+
+    Raises:
+        ChunkNotFoundError: as for `check_id`.
+    """
+    check_id(chunk_id)
     return folder / chunk_id[:2] / f"{chunk_id}.safetensors"
 
 

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from coinrag_integrations.engine.composer import Composed
 from coinrag_integrations.engine.generation import FinishReason, GenerationConfig, generate
+from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.engine.model import LoadedModel
-from coinrag_integrations.engine.runner import StaticRunners
+from coinrag_integrations.engine.runner import Runner, StaticRunners
 from coinrag_integrations.engine.text import StopText, TrimmedText
 from coinrag_integrations.engine.timings import Stopwatch, Timings
 from coinrag_integrations.types import SpanRef
+
+# Shown, at the end, the tokens of the only answer and what ran.
+Keep = Callable[[Sequence[int], Runner], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of one answer: taken from a cache, computed online, generated.
 
-    `cached` counts the prompt's head too, which lies in memory and is not read.
+    `cached` counts the prompt's head too, which lies in memory and is not read, and the `kept` tokens
+    that an earlier turn left.
     """
 
     cached: int
     online: int
     generated: int
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A text and how it came about. `spans` are the segments used, in order, after merging."""
+    """A text and how it came about. `spans` are the segments used, in order, after merging.
+
+    Of a prompt with handles, `refused` counts those that were read as words, by the reason
+    (`engine.handles`).
+    """
 
     text: str
     finish_reason: FinishReason
@@ -36,6 +46,7 @@ class Answer:
     recomputed: tuple[SpanRef, ...]
     usage: Usage
     timings: Timings
+    refused: Mapping[Reason, int] = field(default_factory=dict)
 
 
 class _Writer:
@@ -45,12 +56,12 @@ class _Writer:
         self._stop_ids = model.stop_ids
         self._decoder, self._stop = model.tokenizer.decode_stream(), StopText(generation.stop)
         self._trimmed, self.pieces = TrimmedText(), list[str]()
-        self.n_generated, self.ended = 0, False
+        self.tokens, self.ended = list[int](), False
         self.finish: FinishReason = "length"
 
     def push(self, token: int) -> str:
         """The text that can be shown now, perhaps none."""
-        self.n_generated += 1
+        self.tokens.append(token)
         if token in self._stop_ids:
             return self._end("stop", self._stop.flush())
         piece = self._stop.push(self._decoder.push(token))
@@ -84,10 +95,12 @@ class AnswerBatch:
         generation: GenerationConfig,
         watch: Stopwatch,
         static: StaticRunners | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """Nothing is computed before the first piece is asked for."""
         self._model, self._composed, self._questions = model, composed, questions
-        self._generation, self._watch, self._static = generation, watch, static
+        self._generation, self._watch = generation, watch
+        self._static, self._keep = static, keep
         self._writers = [_Writer(model, generation) for _ in questions]
 
     def run(self) -> Generator[list[str]]:
@@ -99,6 +112,7 @@ class AnswerBatch:
             self._generation,
             self._watch,
             self._static,
+            None if self._keep is None else self._show_rows,
         )
         for tokens in steps:
             yield [
@@ -108,6 +122,10 @@ class AnswerBatch:
             if all(writer.ended for writer in self._writers):
                 return
         yield [writer.flush() for writer in self._writers]
+
+    def _show_rows(self, runner: Runner) -> None:
+        assert self._keep is not None
+        self._keep(self._writers[0].tokens, runner)
 
     def answers(self) -> list[Answer]:
         """What has been answered so far. The times are those of the batch."""
@@ -128,7 +146,8 @@ class AnswerBatch:
                 usage=Usage(
                     cached=plan.n_entries,
                     online=plan.n_online + len(question),
-                    generated=writer.n_generated,
+                    generated=len(writer.tokens),
+                    kept=plan.n_kept,
                 ),
                 timings=replace(
                     timings,
@@ -147,9 +166,18 @@ class AnswerStream:
     The pieces, joined, are the answer's text.
     """
 
-    def __init__(self, batch: AnswerBatch) -> None:
-        """Stream a batch of one."""
+    def __init__(
+        self,
+        batch: AnswerBatch,
+        spans: tuple[SpanRef, ...] | None = None,
+        refused: Mapping[Reason, int] | None = None,
+    ) -> None:
+        """Stream a batch of one.
+
+        `spans` are those of the whole prompt, if part of it was kept; `refused` its handles that were.
+        """
         self._batch, self._iterator = batch, batch.run()
+        self._spans, self._refused = spans, dict(refused or {})
 
     def __iter__(self) -> Iterator[str]:
         """The stream itself."""
@@ -168,4 +196,6 @@ class AnswerStream:
     @property
     def answer(self) -> Answer:
         """What has been answered so far."""
-        return self._batch.answers()[0]
+        answer = self._batch.answers()[0]
+        spans = answer.spans if self._spans is None else self._spans
+        return replace(answer, spans=spans, refused=self._refused)

@@ -77,9 +77,11 @@ class Composer:
         room: int = 0,
         recompute: Recompute | None = None,
         decline: Decline | None = None,
+        kept: torch.Tensor | None = None,
     ) -> Composed:
         """Load and place every entry of `plans`, with `room` rows behind the longest of them.
 
+        `kept` [L, 2, H, n, D] are the rows that a single plan begins with.
         `recompute(chunk_id, spans, error)` gives what would be stored of a chunk when spans of it are
         missing or cannot be trusted; without it the store's error is raised. `decline` says which
         chunks not to read in the first place.
@@ -105,6 +107,8 @@ class Composer:
             kv = empty_kv(self.layout, n_entries + room, self.device, len(plans))
             for b, plan in enumerate(plans):  # masks hide these rows, but not what is not finite
                 kv[:, :, b, :, plan.n_entries : n_entries] = 0
+            if kept is not None:
+                kv[:, :, 0, :, : kept.shape[3]] = kept
             positions, slots = _lay_out(plans, n_entries + room)
             rotation = self.rope.rotation(positions, self.device)
             where = torch.from_numpy(slots).to(self.device, non_blocking=True)
@@ -169,7 +173,9 @@ def _lay_out(
     heads, segments = [], []
     for b, plan in enumerate(plans):
         n_head = len(plan.head)
-        both = np.stack((plan.positions(), b * n_rows + np.arange(plan.n_entries)))
+        both = np.stack((plan.positions(), b * n_rows + np.arange(plan.n_entries)))[
+            :, plan.n_kept :
+        ]
         heads.append(both[:, :n_head])
         segments.append(both[:, n_head:])
     positions, slots = np.concatenate([*heads, *segments], axis=1)

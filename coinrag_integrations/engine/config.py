@@ -26,11 +26,12 @@ class EngineConfig:
     lets them see its head, which then is part of the fingerprint. `coverage` "nuggets" stores only
     the tokens of nuggets, "all" stores every token. `codec` "none" stores entries as they are, "int8"
     and "int4" as codes of so many bits. `memory_bytes` of spans are kept in host memory once they were
-    read. `load` "auto" encodes a chunk anew when reading it would clearly take longer (from slow remote
-    storage or a busy disk), "read" never does. `max_entries` bounds a prefix (None: the
-    model's window does). `on_miss` says what happens when a span's KV is missing or corrupt.
-    `execution` "compiled" runs questions and answers through `torch.compile` (tens of seconds the
-    first time, needs a C++ compiler on a CPU), "graph" as CUDA graphs.
+    read, and `kept_bytes` of what conversations stood behind. `load` "auto" encodes a chunk anew when
+    reading it would clearly take longer (from slow remote storage or a busy disk), "read" never does.
+    `max_entries` bounds a prefix (None: the model's window does). `on_miss` says what
+    happens when a span's KV is missing or corrupt. `execution` "compiled" runs questions and answers
+    through `torch.compile` (tens of seconds the first time, needs a C++ compiler on a CPU), "graph" as
+    CUDA graphs.
     """
 
     chunk_tokens: int = CHUNK_TOKENS
@@ -40,6 +41,7 @@ class EngineConfig:
     on_miss: OnMiss = "recompute"
     max_entries: int | None = None
     memory_bytes: int = 0
+    kept_bytes: int = 256 << 20
     load: Load = "auto"
     batch_tokens: int = 2048
     kernels: Implementation = "auto"
@@ -59,5 +61,6 @@ class EngineConfig:
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}: use one of {', '.join(known)}")
-        if self.memory_bytes < 0:
-            raise ConfigError(f"memory_bytes is {self.memory_bytes}: it cannot be negative")
+        for name, size in (("memory_bytes", self.memory_bytes), ("kept_bytes", self.kept_bytes)):
+            if size < 0:
+                raise ConfigError(f"{name} is {size}: it cannot be negative")

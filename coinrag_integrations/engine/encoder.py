@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from coinrag_integrations.engine import hf
+from coinrag_integrations.engine.cost import CostModel
+from coinrag_integrations.engine.kernels import Kernels
 from coinrag_integrations.engine.model import LoadedModel
+from coinrag_integrations.engine.prefix import empty_kv
+from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.errors import BudgetError
 
 Context = Literal["alone", "after_prompt"]
@@ -44,6 +51,43 @@ def encode(
     out = torch.empty(shape, dtype=model.layout.dtype, device=model.device)
     hf.capture(model.hf, ids.to(model.device), out, model.rope.turns, behind)
     return [kv[: len(sequence)] for kv, sequence in zip(out, sequences, strict=True)]
+
+
+@dataclass(kw_only=True)
+class Encoder:
+    """Encodes token sequences as the chunks of one store are: alone, or `after` the prompt's head."""
+
+    model: LoadedModel
+    after: tuple[int, ...]
+    prompts: PromptCache
+    kernels: Kernels
+    cost: CostModel
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The kv [T, L, 2, H, D] of each sequence. Notes how long it took.
+
+        Raises:
+            BudgetError: a sequence does not fit the model's window.
+        """
+        behind, begin = self._behind, time.perf_counter()
+        kvs = encode(self.model, sequences, behind)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.cost.observe_encode(sum(map(len, sequences)), time.perf_counter() - begin)
+        return kvs
+
+    @cached_property
+    def _behind(self) -> torch.Tensor | None:
+        """What chunks see while they are encoded: the placed head, or nothing."""
+        if not self.after:
+            return None
+        device = self.model.device
+        head = self.prompts.get(self.after).to(device)
+        placed = empty_kv(self.model.layout, len(head), device)
+        rows = torch.arange(len(head), device=device)
+        rotation = self.model.rope.rotation(range(len(head)), device)
+        self.kernels.place(head, rotation, placed, rows)
+        return placed
 
 
 def batches(lengths: Iterable[int], max_tokens: int) -> Iterator[range]:

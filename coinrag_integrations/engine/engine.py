@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -12,26 +11,37 @@ from typing import Self
 import torch
 
 from coinrag_integrations.engine import gate
-from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream
-from coinrag_integrations.engine.chunking import chunk_document, has_its_tokens
+from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream, Keep
+from coinrag_integrations.engine.chat import Message
+from coinrag_integrations.engine.chunking import chunk_document
 from coinrag_integrations.engine.composer import Composed, Composer
 from coinrag_integrations.engine.config import EngineConfig
+from coinrag_integrations.engine.conversation import Conversations
 from coinrag_integrations.engine.cost import CostModel
-from coinrag_integrations.engine.encoder import batches, encode
+from coinrag_integrations.engine.encoder import Encoder, batches, encode
 from coinrag_integrations.engine.fingerprint import Fingerprint
 from coinrag_integrations.engine.generation import GenerationConfig, check_room
+from coinrag_integrations.engine.handles import Handles, owner_of
+from coinrag_integrations.engine.kept import KeptPrefixes
 from coinrag_integrations.engine.kernels import choose_kernels
 from coinrag_integrations.engine.layout import dtype_name
 from coinrag_integrations.engine.model import LoadedModel
-from coinrag_integrations.engine.plan import Piece, PrefixPlan, Text, arrange, merge, plan_prefix
-from coinrag_integrations.engine.prefix import Prefix, empty_kv
+from coinrag_integrations.engine.plan import (
+    Piece,
+    PrefixPlan,
+    Text,
+    arrange,
+    merge,
+    plan_prefix,
+)
+from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.prompt import build_prompt
 from coinrag_integrations.engine.prompt_cache import PromptCache
+from coinrag_integrations.engine.repair import Repair
 from coinrag_integrations.engine.runner import StaticRunners
 from coinrag_integrations.engine.store import (
     Disk,
     Limits,
-    PackedChunk,
     Remote,
     open_scope,
     scope_folder,
@@ -40,19 +50,10 @@ from coinrag_integrations.engine.store import (
 from coinrag_integrations.engine.store.disk import KV
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.upload import Uploader
-from coinrag_integrations.errors import (
-    ChunkNotFoundError,
-    ConfigError,
-    CorruptChunkError,
-    RemoteError,
-    SlowReadError,
-    StoreError,
-)
+from coinrag_integrations.errors import ConfigError, RemoteError, StoreError
 from coinrag_integrations.types import Chunk, ChunkId, Document, Scope, Span, SpanRef
 
 logger = logging.getLogger(__name__)
-
-_PROBE_TOKENS = 128
 
 
 class Engine:
@@ -102,6 +103,10 @@ class Engine:
         self.disk = Disk(Path(folder), limits)
         self.folder = scope_folder(Path(folder), self.scope)
         self.remote, self.cost = remote, CostModel()
+        after = self.prompt.head if self.config.context == "after_prompt" else ()
+        self._encode = Encoder(
+            model=model, after=after, prompts=self._prompts, kernels=self.kernels, cost=self.cost
+        )
         self.catalog, self.store = open_scope(
             self.disk,
             self.scope,
@@ -111,6 +116,18 @@ class Engine:
             quantise=self.kernels.quantise,
             memory_bytes=self.config.memory_bytes,
             remote=remote,
+        )
+        self._repair = Repair(
+            store=self.store,
+            catalog=self.catalog,
+            disk=self.disk,
+            scope=self.scope,
+            remote=remote,
+            cost=self.cost,
+            chunk_tokens=self.config.chunk_tokens,
+            encode=lambda ids: self._encode([ids])[0],
+            covered=self.covered,
+            is_stored=self.is_stored,
         )
         self._composer = Composer(
             layout=model.layout,
@@ -137,6 +154,12 @@ class Engine:
             context=f"after_prompt:{self.prompt.digest}" if after else "alone",
             codec=self.config.codec,
         )
+
+    @cached_property
+    def handles(self) -> Handles:
+        """Writes and reads the handles of this engine's spans."""
+        owner = owner_of(self.scope, self.fingerprint.digest)
+        return Handles(key=self.catalog.secret(), owner=owner, find=self.catalog.find)
 
     # -- encoding ------------------------------------------------------------------------------
 
@@ -201,14 +224,15 @@ class Engine:
         """
         return self.plan_pieces([Text(self.prompt.head), *arrange(refs)])
 
-    def plan_pieces(self, pieces: Sequence[Piece]) -> PrefixPlan:
-        """Where spans and the text around them will lie, in the order given.
+    def plan_pieces(self, pieces: Sequence[Piece], n_kept: int = 0) -> PrefixPlan:
+        """Where spans and the text around them will lie, in the order given, behind `n_kept` rows.
 
         Raises:
             BudgetError: more rows than the budget or the model's window allows.
         """
         budget, window = self.config.max_entries, self.model.window
-        return plan_prefix(pieces, max_entries=window if budget is None else min(budget, window))
+        max_entries = window if budget is None else min(budget, window)
+        return plan_prefix(pieces, max_entries=max_entries, n_kept=n_kept)
 
     def compose(
         self, refs: Sequence[SpanRef], watch: Stopwatch | None = None, *, room: int = 0
@@ -246,16 +270,19 @@ class Engine:
         return batch.answers()
 
     def stream(
-        self, question: str, refs: Sequence[SpanRef], generation: GenerationConfig | None = None
+        self,
+        question: str,
+        context: Sequence[SpanRef | str],
+        generation: GenerationConfig | None = None,
     ) -> AnswerStream:
-        """Like `answer`, a piece of text at a time.
+        """Like `answer`, a piece of text at a time. Passages that are in no store come as texts.
 
         Raises:
-            BudgetError: spans, question and answer do not fit.
+            BudgetError: context, question and answer do not fit.
         """
         pieces: list[Piece] = [
             Text(self.prompt.head),
-            *arrange(refs),
+            *self.prompt.context(context),
             Text(self.prompt.tail(question)),
         ]
         return self.stream_pieces(pieces, generation)
@@ -273,12 +300,36 @@ class Engine:
             ConfigError: the last piece is not text.
             BudgetError: pieces and answer do not fit.
         """
-        watch = Stopwatch(self.model.device)
-        *before, last = pieces or [Text(())]
-        if not isinstance(last, Text) or not last.ids:
-            raise ConfigError("the last piece must be text: there is nothing to go on after")
-        request = (self.plan_pieces(before), last.ids)
-        return AnswerStream(self._ask([request], generation or GenerationConfig(), watch))
+        return AnswerStream(self._ask_one(pieces, generation or GenerationConfig()))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        generation: GenerationConfig | None = None,
+        *,
+        use_kv: bool = True,
+    ) -> AnswerStream:
+        """Go on after a conversation, through the model's chat template.
+
+        Handles in the messages that can be believed become the spans they stand for. What this
+        conversation has in common with an earlier one, from its beginning, is not computed again. With
+        `use_kv=False` handles are left out, and everything is computed.
+
+        Raises:
+            ConfigError: no messages, or the template refuses them.
+            BudgetError: messages and answer do not fit.
+        """
+        return self._conversations.chat(messages, generation or GenerationConfig(), use_kv)
+
+    def complete(
+        self, text: str, generation: GenerationConfig | None = None, *, use_kv: bool = True
+    ) -> AnswerStream:
+        """Go on after a text, without a template. Otherwise like `chat`.
+
+        Raises:
+            BudgetError: text and answer do not fit.
+        """
+        return self._conversations.complete(text, generation or GenerationConfig(), use_kv)
 
     def stream_full(
         self,
@@ -292,7 +343,7 @@ class Engine:
             ChunkNotFoundError, CorruptChunkError: a chunk is not in the catalog, or damaged there.
             BudgetError: the model's window is too small.
         """
-        context = [Text(self._chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
+        context = [Text(self._repair.chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
         pieces: list[Piece] = [Text(self.prompt.head), *context, Text(self.prompt.tail(question))]
         return self.stream_pieces(pieces, generation)
 
@@ -312,101 +363,62 @@ class Engine:
         self.close()
 
     @cached_property
-    def _behind(self) -> torch.Tensor | None:
-        """What chunks see while they are encoded: the placed head, or nothing."""
-        if self.config.context == "alone":
-            return None
-        head = self._prompts.get(self.prompt.head).to(self.model.device)
-        placed = empty_kv(self.model.layout, len(head), self.model.device)
-        rows = torch.arange(len(head), device=self.model.device)
-        rotation = self.model.rope.rotation(range(len(head)), self.model.device)
-        self.kernels.place(head, rotation, placed, rows)
-        return placed
+    def _conversations(self) -> Conversations:
+        return Conversations(
+            tokenizer=self.model.tokenizer,
+            handles=self.handles,
+            kept=KeptPrefixes(max_bytes=self.config.kept_bytes),
+            prompts=self._prompts,
+            chunk=self._repair.chunk,
+            ask=self._ask_one,
+        )
+
+    def _ask_one(
+        self,
+        pieces: Sequence[Piece],
+        generation: GenerationConfig,
+        kept: torch.Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> AnswerBatch:
+        """Compose pieces, the last of them text, behind `kept` rows, and be ready to go on."""
+        watch = Stopwatch(self.model.device)
+        *before, last = pieces or [Text(())]
+        if not isinstance(last, Text) or not last.ids:
+            raise ConfigError("the last piece must be text: there is nothing to go on after")
+        plan = self.plan_pieces(before, 0 if kept is None else kept.shape[3])
+        return self._ask([(plan, last.ids)], generation, watch, kept, keep)
 
     def _ask(
         self,
         requests: Sequence[tuple[PrefixPlan, Sequence[int]]],
         generation: GenerationConfig,
         watch: Stopwatch,
+        kept: torch.Tensor | None = None,
+        keep: Keep | None = None,
     ) -> AnswerBatch:
         """Compose every plan, and be ready to answer the question behind it."""
         for plan, question in requests:
             check_room(self.model, plan, len(question), generation.max_new_tokens)
         plans, questions = zip(*requests, strict=True)
         width = max(plan.n_online + len(question) for plan, question in requests)
-        composed = self._compose(plans, watch, width + generation.max_new_tokens)
-        return AnswerBatch(self.model, composed, questions, generation, watch, self.static)
+        composed = self._compose(plans, watch, width + generation.max_new_tokens, kept)
+        return AnswerBatch(self.model, composed, questions, generation, watch, self.static, keep)
 
-    def _compose(self, plans: Sequence[PrefixPlan], watch: Stopwatch, room: int) -> Composed:
-        recompute = self._recompute if self.config.on_miss == "recompute" else None
-        decline = self._decline if self.config.load == "auto" else None
-        return self._composer.compose(plans, watch, room=room, recompute=recompute, decline=decline)
-
-    def _encode(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Encode, and note how long it took."""
-        behind, begin = self._behind, time.perf_counter()
-        kvs = encode(self.model, sequences, behind)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        self.cost.observe_encode(sum(map(len, sequences)), time.perf_counter() - begin)
-        return kvs
-
-    def _decline(self, n_bytes: Mapping[ChunkId, int]) -> Mapping[ChunkId, StoreError]:
-        """The chunks that are faster encoded than read from where they are, and by how much."""
-        if self.remote is not None and not self.cost.knows_encoding:
-            for _ in range(2):  # the first one pays for what is set up once
-                self._encode([range(min(_PROBE_TOKENS, self.config.chunk_tokens))])
-        if not self.cost.knows_encoding:
-            return {}
-        tiers = {chunk_id: self.store.tier(chunk_id) for chunk_id in n_bytes}
-        return self.cost.slow_reads(tiers, n_bytes, self.config.chunk_tokens)
-
-    def _recompute(
-        self, chunk_id: ChunkId, spans: Sequence[Span], error: StoreError
-    ) -> PackedChunk:
-        """Encode a chunk again from its stored tokens; mend its file unless it is in order."""
-        if isinstance(error, RemoteError):
-            logger.warning("encoding chunk %s again: %s", chunk_id, error)
-        chunk = self._chunk(chunk_id)
-        kv = self._encode([chunk.token_ids])[0]
-        packed = self.store.pack(kv, self.covered(chunk))
-        outside = any(packed.rows(span) is None for span in spans)
-        if self._needs_mending(chunk, error):
-            self._mend(chunk_id, packed, error)
-        return self.store.pack(kv, [Span(0, len(kv))]) if outside else packed
-
-    def _chunk(self, chunk_id: ChunkId) -> Chunk:
-        """A chunk out of the catalog, whose tokens are those that its id was made of.
-
-        Raises:
-            ChunkNotFoundError: it is not there.
-            CorruptChunkError: its tokens are others.
-        """
-        chunk = self.catalog.chunk(chunk_id)
-        if not has_its_tokens(chunk, self.scope):
-            raise CorruptChunkError(
-                f"the tokens of chunk {chunk_id} in {self.catalog.path} are damaged: delete document "
-                f"{chunk.document_id!r} and add it again"
-            )
-        return chunk
-
-    def _needs_mending(self, chunk: Chunk, error: StoreError) -> bool:
-        """Whether a chunk that was encoded again should be stored."""
-        if isinstance(error, RemoteError | SlowReadError):
-            return False  # what is stored is in order, only far away
-        return not (isinstance(error, ChunkNotFoundError) and self.is_stored(chunk))
-
-    def _mend(self, chunk_id: ChunkId, packed: PackedChunk, error: StoreError) -> None:
-        """Store what had to be encoded again, unless somebody else is writing."""
-        with self.disk.if_free() as free:
-            # The document may have been deleted since its tokens were read.
-            if not free or not self.catalog.has_chunk(chunk_id):
-                return
-            logger.info("encoded chunk %s again: %s", chunk_id, error)
-            try:
-                self.store.put_packed(chunk_id, packed)
-            except StoreError as refusal:
-                logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
+    def _compose(
+        self,
+        plans: Sequence[PrefixPlan],
+        watch: Stopwatch,
+        room: int,
+        kept: torch.Tensor | None = None,
+    ) -> Composed:
+        return self._composer.compose(
+            plans,
+            watch,
+            room=room,
+            recompute=self._repair.recompute if self.config.on_miss == "recompute" else None,
+            decline=self._repair.decline if self.config.load == "auto" else None,
+            kept=kept,
+        )
 
 
 def _finish(stream: AnswerStream) -> Answer:

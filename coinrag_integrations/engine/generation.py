@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import inf
@@ -24,7 +24,7 @@ from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.visibility import HIDDEN
 from coinrag_integrations.errors import BudgetError, ConfigError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "empty"]  # empty: nothing was asked of the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,14 @@ def generate(
     config: GenerationConfig,
     watch: Stopwatch,
     static: StaticRunners | None = None,
+    keep: Callable[[Runner], None] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every answer, the last one perhaps an id that ends it, then None.
 
     One question for each of the prefix's plans. Their tokens, and the plans' online text, are
     computed in one pass, each seeing what stands before it; then one token of every answer at a
     time. `static` runs them compiled or as CUDA graphs; without it they run eagerly. Closing the
-    iterator stops the work.
+    iterator stops the work. `keep` is shown, at the end, what ran.
 
     Raises:
         BudgetError: the model's window is too small.
@@ -95,6 +96,8 @@ def generate(
     with ExitStack() as stack:
         with watch.part("prefill"):
             runner = _runner(stack, model, prefix, ids.shape[1], config.max_new_tokens, static)
+            if keep is not None:
+                stack.callback(keep, runner)
             tokens = _choose(choosers, runner.run(ids, at))
         watch.first_token()
         for _ in range(1, config.max_new_tokens):

@@ -56,11 +56,13 @@ class PrefixPlan:
     """What a question stands behind.
 
     `head` is the text before the first segment, whose entries come from the prompt cache; then the
-    segments, with `online` text anywhere between and behind them. `n_entries` rows come from caches,
-    `length` is the logical position of the question.
+    segments, with `online` text anywhere between and behind them. Instead of a head, the first `n_kept`
+    rows may be left from an earlier answer. `n_entries` rows come from caches, `length` is the logical
+    position of the question.
     """
 
     head: tuple[int, ...]
+    n_kept: int = 0
     segments: tuple[Segment, ...]
     online: tuple[OnlineText, ...]
     n_entries: int
@@ -88,7 +90,8 @@ class PrefixPlan:
 
     def positions(self) -> NDArray[np.int64]:
         """The position at which each entry is placed, right-aligned: `[n_entries]`."""
-        runs = [(0, len(self.head)), *((s.position, len(s.ref)) for s in self.segments)]
+        first = self.n_kept + len(self.head)
+        runs = [(0, first), *((s.position, len(s.ref)) for s in self.segments)]
         return self._placed(runs)
 
     def online_positions(self) -> NDArray[np.int64]:
@@ -102,23 +105,22 @@ class PrefixPlan:
         )
 
 
-def plan_prefix(pieces: Sequence[Piece], *, max_entries: int | None = None) -> PrefixPlan:
-    """Put pieces behind each other in the order given, packed without gaps.
+def plan_prefix(
+    pieces: Sequence[Piece], *, max_entries: int | None = None, n_kept: int = 0
+) -> PrefixPlan:
+    """Put pieces behind each other in the order given, packed without gaps, behind `n_kept` rows.
 
-    Text before the first span becomes the head; a plan without spans has no head, and all of its
-    text is computed online.
+    Text before the first span becomes the head, unless there are rows before it; a plan without spans
+    has no head, and all of its text is computed online.
 
     Raises:
         BudgetError: the pieces take more than `max_entries` rows.
     """
-    first_span = next((i for i, p in enumerate(pieces) if isinstance(p, SpanRef)), None)
-    head: tuple[int, ...] = ()
-    if first_span is not None:
-        head = tuple(i for p in pieces[:first_span] if isinstance(p, Text) for i in p.ids)
-        pieces = pieces[first_span:]
+    head = () if n_kept else head_of(pieces)
+    pieces = without(pieces, len(head))
     segments: list[Segment] = []
     online: list[OnlineText] = []
-    row = position = len(head)
+    row = position = n_kept + len(head)
     for piece in pieces:
         if isinstance(piece, SpanRef):
             segments.append(Segment(ref=piece, row=row, position=position))
@@ -127,18 +129,40 @@ def plan_prefix(pieces: Sequence[Piece], *, max_entries: int | None = None) -> P
             online.append(OnlineText(ids=piece.ids, position=position))
         position += len(piece)
     if max_entries is not None and position > max_entries:
-        n_spans = row - len(head)
+        n_spans = row - len(head) - n_kept
         raise BudgetError(
             f"{n_spans} span entries and {position - n_spans} tokens of other text exceed the "
             f"budget of {max_entries}: retrieve fewer spans, or raise the budget"
         )
     return PrefixPlan(
         head=head,
+        n_kept=n_kept,
         segments=tuple(segments),
         online=tuple(online),
         n_entries=row,
         length=position,
     )
+
+
+def head_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The text before the first span; nothing if there is no span."""
+    first_span = next((i for i, p in enumerate(pieces) if isinstance(p, SpanRef)), 0)
+    return tuple(i for p in pieces[:first_span] if isinstance(p, Text) for i in p.ids)
+
+
+def without(pieces: Sequence[Piece], n: int) -> list[Piece]:
+    """The pieces behind the first `n` tokens and entries of `pieces`."""
+    rest: list[Piece] = []
+    for piece in pieces:
+        skipped = min(n, len(piece))
+        n -= skipped
+        if skipped == len(piece):
+            continue
+        if isinstance(piece, Text):
+            rest.append(Text(piece.ids[skipped:]))
+        else:
+            rest.append(SpanRef(piece.chunk_id, piece.start + skipped, piece.stop))
+    return rest
 
 
 def arrange(refs: Sequence[SpanRef]) -> list[SpanRef]:

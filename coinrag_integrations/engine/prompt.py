@@ -6,13 +6,17 @@ KV is computed once. The tail holds the question and opens the answer; it is com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from jinja2 import TemplateError
 
 from coinrag_integrations.engine.fingerprint import canonical_digest
+from coinrag_integrations.engine.plan import Piece, Text, arrange
 from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.types import SpanRef
 
 _CONTEXT, _QUESTION = "\u27eacontext\u27eb", "\u27eaquestion\u27eb"  # ⟪…⟫: never in a template
 
@@ -56,6 +60,17 @@ class Prompt:
         check_question(question)
         words = self.tokenizer.encode(question.strip()).ids
         return (*self.before_question, *words, *self.after_question)
+
+    def context(self, context: Sequence[SpanRef | str]) -> list[Piece]:
+        """Spans in the store's order, and texts, with blank lines around these, where they stand."""
+        pieces: list[Piece] = []
+        for is_text, run in groupby(context, key=lambda it: isinstance(it, str)):
+            if not is_text:
+                pieces += arrange([it for it in run if isinstance(it, SpanRef)])
+                continue
+            words = "".join(f"\n\n{it.strip()}" for it in run if isinstance(it, str))
+            pieces.append(Text(self.tokenizer.encode(words + "\n\n").ids))
+        return pieces
 
     @property
     def digest(self) -> str:

@@ -37,6 +37,11 @@ class PromptCache:
                 self._heads.popitem(last=False)
         return entries
 
+    def __contains__(self, ids: object) -> bool:
+        """Whether the entries of a head are there."""
+        with self._lock:
+            return ids in self._heads
+
     @property
     def n_bytes(self) -> int:
         """Bytes of all heads."""

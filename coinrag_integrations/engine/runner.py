@@ -38,6 +38,15 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each row of the buffer stands that has been computed so far: int64 [B, n]."""
+        ...
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows of the first prefix, on the CPU or GPU they are on: [L, 2, H, n, D]."""
+        ...
+
 
 class EagerRunner:
     """Plain calls of the model over the prefix's buffer."""
@@ -45,7 +54,8 @@ class EagerRunner:
     def __init__(self, model: LoadedModel, prefix: Prefix, room: int) -> None:
         """Be ready for `room` tokens."""
         self._model = model
-        self._cache = hf.prefix_cache(prefix.with_room(room), prefix.n_entries)
+        self._kv = prefix.with_room(room)
+        self._cache = hf.prefix_cache(self._kv, prefix.n_entries)
         self._rows = prefix.positions()  # [B, rows] on the CPU
         self._first = int(self._rows.min()) if self._rows.numel() else 0
         self._holes = bool((self._rows == HIDDEN).any())
@@ -60,12 +70,23 @@ class EagerRunner:
         # where the model's own causal mask (and its windows) are right, and much faster.
         alone = self._rows.shape[1] == 0 and not self._holes
         near = ids.shape[1] == 1 and not self._holes and last - self._first < self._nearest
-        self._rows = torch.cat((self._rows, at), dim=1)
+        rows = torch.cat((self._rows, at), dim=1)
         ids, positions = torch.stack((ids, at.masked_fill(hidden, 0))).to(device)
         seen = None
         if not alone and not near:
-            seen = visible(self._rows.to(device), at.to(device), self._model.layer_windows)
-        return hf.next_logits(self._model.hf, ids, self._cache, positions, seen)
+            seen = visible(rows.to(device), at.to(device), self._model.layer_windows)
+        logits = hf.next_logits(self._model.hf, ids, self._cache, positions, seen)
+        self._rows = rows
+        return logits
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See `Runner.positions`."""
+        return self._rows
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Runner.take`."""
+        return self._kv[:, :, 0].index_select(3, rows.to(self._kv.device))
 
 
 class _StaticPass:
@@ -179,8 +200,20 @@ class StaticRunner:
         m = n if n == 1 else bucket_tokens(n)
         ids = torch.nn.functional.pad(ids, (m - n, 0))
         at = torch.nn.functional.pad(at, (m - n, 0), value=HIDDEN)
-        first_row, self._n_rows = self._n_rows, self._n_rows + m
-        return self._passes[m].run(ids, at, first_row)
+        logits = self._passes[m].run(ids, at, self._n_rows)
+        self._n_rows += m
+        return logits
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See `Runner.positions`."""
+        return self._rows[:, : self._n_rows].cpu()
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Runner.take`."""
+        rows = rows.to(self._rows.device)
+        taken = torch.stack([buffer[0].index_select(1, rows) for buffer in self._kv])
+        return taken.reshape(-1, 2, *taken.shape[1:])
 
 
 class StaticRunners:

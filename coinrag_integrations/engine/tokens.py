@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from coinrag_integrations.errors import UnsupportedModelError
+from coinrag_integrations.errors import ConfigError, UnsupportedModelError
 
 _MARKUP = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
@@ -47,16 +47,43 @@ class TextTokenizer:
         definition = tokenizer.backend_tokenizer.to_str()
         self._words = _frozen(definition, encode_special_tokens=True)
         self._template = _frozen(definition, encode_special_tokens=False)
+        added = self._template.get_added_tokens_decoder()
+        self._controls = {t.content: (i, t) for i, t in added.items() if _is_control(t)}
+        longest_first = sorted(self._controls, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.digest = hashlib.sha256(self._template.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> Encoding:
-        """Tokens of somebody's words; control tokens are read as ordinary text."""
-        encoding = self._words.encode(text, add_special_tokens=False)
+        """Tokens of somebody's words; control tokens are read as ordinary text.
+
+        Raises:
+            ConfigError: the text holds half a character.
+        """
+        try:
+            encoding = self._words.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise ConfigError(
+                "a text has an unpaired surrogate (half a character of two), which is no text: "
+                f"{text!r:.80}"
+            ) from error
         return Encoding(tuple(encoding.ids), tuple(encoding.offsets))
 
     def encode_template(self, text: str) -> tuple[int, ...]:
         """Token ids of our own prompt text, control tokens included."""
         return tuple(self._template.encode(text, add_special_tokens=False).ids)
+
+    def split_template(self, text: str) -> list[int | str]:
+        """Our own prompt text taken apart: the ids of control tokens, and the words between them."""
+        parts: list[int | str] = []
+        at = 0
+        for found in self._control.finditer(text):
+            token_id, token = self._controls[found.group()]
+            words = text[at : found.start()]
+            parts += [words.rstrip() if token.lstrip else words, token_id]
+            at = found.end()
+            if token.rstrip:
+                at = len(text) - len(text[at:].lstrip())
+        return [part for part in (*parts, text[at:]) if part != ""]
 
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         """The text of generated tokens, without control tokens."""
@@ -86,11 +113,13 @@ def _frozen(definition: str, *, encode_special_tokens: bool) -> tokenizers.Token
     copy.no_truncation()
     if encode_special_tokens:
         added = copy.get_added_tokens_decoder().values()
-        markup = [
-            token for token in added if not token.special and _MARKUP.fullmatch(token.content)
-        ]
+        markup = [token for token in added if _is_control(token) and not token.special]
         for token in markup:
             token.special = True
         copy.add_special_tokens(markup)
     copy.encode_special_tokens = encode_special_tokens
     return copy
+
+
+def _is_control(token: tokenizers.AddedToken) -> bool:
+    return token.special or bool(_MARKUP.fullmatch(token.content))

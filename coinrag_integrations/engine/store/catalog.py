@@ -11,6 +11,7 @@ What belongs to no version any more is garbage, and is known as such until it is
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,6 +173,11 @@ class Catalog:
             raise ChunkNotFoundError(f"chunk {chunk_id!r:.80} is not in the catalog {self.path}")
         return _chunk(rows[0][:-1])
 
+    def find(self, digits: str) -> list[Chunk]:
+        """Chunks of documents that are there whose id begins with these hexadecimal digits."""
+        query = f"SELECT {_COLUMNS} FROM {_LIVE} WHERE chunk_id >= ? AND chunk_id < ?"
+        return [_chunk(row) for row in self._select(query, digits, f"{digits}g")]
+
     def has_chunk(self, chunk_id: ChunkId) -> bool:
         """Whether `chunk` would find it."""
         return bool(self._select("SELECT 1 FROM chunks WHERE chunk_id = ? LIMIT 1", chunk_id))
@@ -207,6 +213,17 @@ class Catalog:
         return {"documents": documents, "chunks": chunks}
 
     # -- life ----------------------------------------------------------------------------------
+
+    def secret(self) -> bytes:
+        """32 random bytes that are this catalog's own, made when first asked for."""
+        query = "SELECT value FROM meta WHERE key = 'secret'"
+        if not (rows := self._select(query)):
+            with self._guard(), self._db:
+                self._db.execute(
+                    "INSERT OR IGNORE INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),)
+                )
+            rows = self._select(query)
+        return bytes.fromhex(rows[0][0])
 
     def compact(self) -> None:
         """Give space that is no longer used back to the disk."""

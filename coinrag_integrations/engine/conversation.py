@@ -1,0 +1,86 @@
+"""Prompts that hold handles, and conversations that go on: what is cached of them, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from coinrag_integrations.engine.answer import AnswerBatch, AnswerStream, Keep
+from coinrag_integrations.engine.chat import Message, Prepared, chat_pieces, text_pieces
+from coinrag_integrations.engine.generation import GenerationConfig
+from coinrag_integrations.engine.handles import Handles, without_handles
+from coinrag_integrations.engine.kept import KeptPrefixes, atoms_of
+from coinrag_integrations.engine.plan import Piece, Text, head_of, without
+from coinrag_integrations.engine.prompt_cache import PromptCache
+from coinrag_integrations.engine.runner import Runner
+from coinrag_integrations.engine.tokens import TextTokenizer
+from coinrag_integrations.types import Chunk, ChunkId, SpanRef
+
+
+class Ask(Protocol):
+    """Composes pieces behind `kept` rows [L, 2, H, n, D], and is ready to go on after them."""
+
+    def __call__(
+        self,
+        pieces: Sequence[Piece],
+        generation: GenerationConfig,
+        kept: torch.Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> AnswerBatch:
+        """What is about to be answered."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Answers prompts of one engine. `chunk` gives a chunk out of the catalog."""
+
+    tokenizer: TextTokenizer
+    handles: Handles
+    kept: KeptPrefixes
+    prompts: PromptCache
+    chunk: Callable[[ChunkId], Chunk]
+    ask: Ask
+
+    def chat(
+        self, messages: Sequence[Message], generation: GenerationConfig, use_kv: bool
+    ) -> AnswerStream:
+        """See `Engine.chat`."""
+        resolve = self.handles.resolve if use_kv else without_handles
+        return self._go_on(chat_pieces(self.tokenizer, messages, resolve), generation, use_kv)
+
+    def complete(self, text: str, generation: GenerationConfig, use_kv: bool) -> AnswerStream:
+        """See `Engine.complete`."""
+        resolve = self.handles.resolve if use_kv else without_handles
+        return self._go_on(text_pieces(self.tokenizer, text, resolve), generation, use_kv)
+
+    def _go_on(self, prompt: Prepared, generation: GenerationConfig, use_kv: bool) -> AnswerStream:
+        """Behind what is kept of the prompt; and keep what is then there."""
+        pieces = self._ending_in_text(prompt.pieces)
+        if not use_kv:
+            return AnswerStream(self.ask(pieces, generation))
+        atoms = atoms_of(pieces)
+
+        def keep(generated: Sequence[int], runner: Runner) -> None:
+            self.kept.keep_from(runner, (*atoms, *generated))
+
+        rows = self.kept.longest(atoms[:-1])  # something has to be computed
+        head = head_of(pieces)
+        if rows is not None and rows.shape[3] <= len(head) and head in self.prompts:
+            rows = None
+        n_kept = 0 if rows is None else rows.shape[3]
+        batch = self.ask(without(pieces, n_kept), generation, rows, keep)
+        spans = tuple(piece for piece in pieces if isinstance(piece, SpanRef))
+        return AnswerStream(batch, spans, prompt.refused)
+
+    def _ending_in_text(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces; of a span that nothing stands behind, the last token is computed."""
+        *before, last = pieces
+        if isinstance(last, Text):
+            return [*pieces]
+        token = self.chunk(last.chunk_id).token_ids[last.stop - 1]
+        rest = [SpanRef(last.chunk_id, last.start, last.stop - 1)] if len(last) > 1 else []
+        return [*before, *rest, Text((token,))]

@@ -48,7 +48,7 @@ from coinrag_integrations.settings import (
     open_remote,
     resolve_model,
 )
-from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan, SpanRef
+from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan
 
 Mode = Literal["coinrag", "chunk", "full"]
 MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")
@@ -248,7 +248,7 @@ class CoinRAG:
         live = self.engine.catalog.live
         if mode == "coinrag":
             return self.index.search(question, config, live=live)
-        return self.index.search_chunks(question, config.n_chunks, live=live)
+        return self.index.search_chunks(question, config.n_chunks, where=config.where, live=live)
 
     def ask(
         self,
@@ -294,20 +294,24 @@ class CoinRAG:
     def stream_spans(
         self,
         question: str,
-        spans: Sequence[ScoredSpan],
+        context: Sequence[ScoredSpan | str],
         mode: Mode = "coinrag",
         *,
         generation: GenerationConfig | None = None,
         retrieve_ms: float = 0.0,
     ) -> ReplyStream:
-        """Answer from spans that were retrieved before, best first."""
+        """Answer from spans that were retrieved before, best first, and from texts of elsewhere.
+
+        Mode "full" reads the spans' whole chunks, and no other texts.
+        """
         generation = generation or self.generation
-        refs: list[SpanRef] = [span.ref for span in spans]
+        spans = [it for it in context if isinstance(it, ScoredSpan)]
         if mode == "full":
-            chunk_ids: list[ChunkId] = list(dict.fromkeys(ref.chunk_id for ref in refs))
+            chunk_ids: list[ChunkId] = list(dict.fromkeys(span.ref.chunk_id for span in spans))
             stream = self.engine.stream_full(question, chunk_ids, generation)
         else:
-            stream = self.engine.stream(question, refs, generation)
+            pieces = [it.ref if isinstance(it, ScoredSpan) else it for it in context]
+            stream = self.engine.stream(question, pieces, generation)
         return ReplyStream(stream, spans, retrieve_ms)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from coinrag_integrations.errors import ConfigError, SpanIndexError
 from coinrag_integrations.retrieval.chroma import guard, pages
 from coinrag_integrations.retrieval.embedders import Embedder, Vectors
+from coinrag_integrations.retrieval.filters import NOTHING, Condition, where_of
 from coinrag_integrations.retrieval.folder import ChromaFolder
 from coinrag_integrations.retrieval.interruption import Interruption
 from coinrag_integrations.retrieval.rows import Row, chunk_row, nugget_rows, scored
@@ -34,13 +35,18 @@ _IN_PAGE = 10_000  # values of one `$in`: SQLite allows 32,766 variables a query
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalConfig:
-    """How wide to search: `n_chunks` bounds stage one, `n_nuggets` stage two (paper: 5 and 10)."""
+    """How wide to search: `n_chunks` bounds stage one, `n_nuggets` stage two (paper: 5 and 10).
+
+    `where` is a condition on documents' metadata (see `filters.where_of`).
+    """
 
     n_chunks: int = 5
     n_nuggets: int = 10
+    where: Condition | None = None
 
     def __post_init__(self) -> None:
-        """Refuse searches for nothing."""
+        """Refuse searches for nothing, and conditions that Chroma could not check."""
+        where_of(self.where)
         if self.n_chunks < 1 or self.n_nuggets < 1:
             raise ConfigError(
                 f"n_chunks={self.n_chunks} and n_nuggets={self.n_nuggets} must be at least 1"
@@ -176,13 +182,18 @@ class SpanIndex:
         return self._owners(self._chunks), self._owners(self._nuggets)
 
     def search_chunks(
-        self, question: str, n_chunks: int, *, live: Live | None = None
+        self,
+        question: str,
+        n_chunks: int,
+        *,
+        where: Condition | None = None,
+        live: Live | None = None,
     ) -> list[ScoredSpan]:
         """Stage one alone: the nearest chunks as whole-chunk spans, best first.
 
         `live` says which of the chunks found there still are.
         """
-        return self._search_chunks(self.embedder.embed_query(question), n_chunks, live)
+        return self._search_chunks(self.embedder.embed_query(question), n_chunks, where, live)
 
     def search(
         self,
@@ -201,7 +212,7 @@ class SpanIndex:
         """
         config = config or RetrievalConfig()
         vector = self.embedder.embed_query(question)
-        chunks = self._search_chunks(vector, config.n_chunks, live)
+        chunks = self._search_chunks(vector, config.n_chunks, config.where, live)
         return self._search_nuggets(vector, chunks, config.n_nuggets)
 
     def search_nuggets(
@@ -236,12 +247,17 @@ class SpanIndex:
         spans += [chunk for chunk in chunks if chunk.ref.chunk_id not in with_nuggets]
         return sorted(spans, key=_best_first)[:n_nuggets]
 
-    def _search_chunks(self, vector: Vectors, n_chunks: int, live: Live | None) -> list[ScoredSpan]:
+    def _search_chunks(
+        self, vector: Vectors, n_chunks: int, where: Condition | None, live: Live | None
+    ) -> list[ScoredSpan]:
+        condition = where_of(where)
+        if condition == NOTHING:
+            return []
         # The approximate index cuts ties in any order: look a little further, then cut in ours.
         # Rows of chunks that are not there take the place of others: then look further still.
         n_results = n_chunks + _TIES
         while True:
-            spans = self._nearest_chunks(vector, n_results)
+            spans = self._nearest_chunks(vector, n_results, condition)
             n_found = len(spans)
             if live is not None:
                 there = live([span.ref.chunk_id for span in spans])
@@ -251,11 +267,14 @@ class SpanIndex:
             n_results *= 4
         return sorted(spans, key=_best_first)[:n_chunks]
 
-    def _nearest_chunks(self, vector: Vectors, n_results: int) -> list[ScoredSpan]:
+    def _nearest_chunks(
+        self, vector: Vectors, n_results: int, where: Condition | None
+    ) -> list[ScoredSpan]:
         with guard("search chunks"):
             found = self._chunks.query(
                 query_embeddings=vector[None],
                 n_results=n_results,
+                where=cast("Where | None", where),
                 include=["documents", "metadatas", "distances"],
             )
         rows = zip(

@@ -146,13 +146,21 @@ class Ingestor:
 
     def mend(self) -> None:
         """Finish what an interrupted writer left, if there is anything and nobody else is writing."""
-        if self.index.interruption is None:
+        if self.index.interruption is None and not self._lacks_rows():
             return
         try:
             with self._writing():
-                pass
+                if self._lacks_rows():
+                    self.mend_index(anew=True)
         except StoreError as error:  # whoever is writing has made the mark, or finds it
             logger.info("left to another process: %s", error)
+
+    def _lacks_rows(self) -> bool:
+        """Whether rows were lost behind our back: they come before their chunks and go after them."""
+        n_rows, n_chunks = self.index.counts()["chunks"], self.engine.catalog.counts()["chunks"]
+        if n_rows < n_chunks:
+            logger.warning("the index has %d of %d chunks", n_rows, n_chunks)
+        return n_rows < n_chunks
 
     def _delete(self, document_id: str) -> bool:
         known = self.engine.catalog.delete_document(document_id)

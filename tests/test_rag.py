@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from dataclasses import fields, replace
 
@@ -211,6 +212,7 @@ def test_a_store_remembers_what_its_bytes_depend_on_and_not_how_it_is_used(tmp_p
         "on_miss": "raise",
         "max_entries": 1000,
         "memory_bytes": 1 << 20,
+        "kept_bytes": 1 << 20,
         "load": "read",
         "batch_tokens": 77,
         "kernels": "torch",
@@ -303,6 +305,28 @@ def test_a_store_is_not_opened_with_another_embedder(tmp_path):
     open_tiny(tmp_path, model=supported_model("llama")).close()
     with pytest.raises(SpanIndexError, match="belongs to the embedder"):
         open_tiny(tmp_path, model=supported_model("llama"), embedder=Other())
+
+
+def test_rows_that_were_lost_behind_our_back_are_made_anew(tmp_path, caplog):
+    """An index that says it is whole, and holds less than the catalog, is not believed."""
+    model, folder = supported_model("llama"), tmp_path / "s"
+    options = {"model": model, "embedder": HashEmbedder(), "generation": SHORT}
+    with CoinRAG.open(folder, **options) as rag:
+        rag.add(DOCUMENTS)
+        before = [rag.retrieve(document.text) for document in DOCUMENTS]
+        counts = rag.index.counts()
+    for left in ("none", "some"):
+        if left == "none":
+            shutil.rmtree(folder / "chroma")
+        else:
+            with CoinRAG.open(folder, **options) as rag:
+                (gone, *_) = rag.engine.catalog.chunk_ids("organ")
+                rag.index.delete([gone])
+        with CoinRAG.open(folder, **options) as rag:
+            assert rag.index.counts() == counts
+            assert [rag.retrieve(document.text) for document in DOCUMENTS] == before
+        assert "the index has" in caplog.text
+        caplog.clear()
 
 
 def test_an_embedder_object_must_be_given_again_and_the_error_says_so(tmp_path):

@@ -245,6 +245,9 @@ class Campaign:
         """Open the store and do the steps from the `first` on, until `arm` says to die."""
         shutil.rmtree(self.shadow, ignore_errors=True)
         self.shadow.mkdir()
+        if self.power:  # what is there from before has long been on the disk
+            for path in filter(Path.is_file, self.folder.rglob("*")):
+                shutil.copyfile(path, self.shadow / str(path.stat().st_ino))
 
         def work(say: Callable[[str], None], pipe: int) -> None:
             shim = ctypes.CDLL(os.environ[_SHIM])

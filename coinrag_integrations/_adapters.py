@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
-from coinrag_integrations.engine import Timings, Usage
+from coinrag_integrations.engine import Answer, Timings, Usage
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG, ReplyStream
-from coinrag_integrations.retrieval import RetrievalConfig
+from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, where_of
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "coinrag_"
 NUGGETS = "coinrag_nuggets"
@@ -34,6 +37,14 @@ SPAN_KEYS = (
     "coinrag_digest",
 )
 KEYS = (*SPAN_KEYS, NUGGETS, SCORE)
+_NOTHING = Answer(
+    text="",
+    finish_reason="empty",
+    spans=(),
+    recomputed=(),
+    usage=Usage(cached=0, online=0, generated=0),
+    timings=Timings(),
+)
 
 
 def span_id(ref: SpanRef) -> str:
@@ -53,6 +64,20 @@ def span_metadata(span: ScoredSpan) -> dict[str, Any]:
         digest(span.text),
     )
     return {**dict(sorted(span.metadata.items())), **dict(zip(SPAN_KEYS, values, strict=True))}
+
+
+def nugget_span(metadata: Mapping[str, Any], nugget: Nugget) -> ScoredSpan:
+    """A nugget as a span, given the metadata that `chunk_metadata` wrote of its chunk."""
+    begin = int(metadata["coinrag_char_start"])
+    return ScoredSpan(
+        ref=SpanRef(ChunkId(metadata["coinrag_chunk_id"]), nugget.span.start, nugget.span.stop),
+        text=nugget.text,
+        score=1.0,
+        document_id=str(metadata["coinrag_document_id"]),
+        char_start=begin + nugget.char_start,
+        char_stop=begin + nugget.char_stop,
+        metadata={k: v for k, v in metadata.items() if not k.startswith(PREFIX)},
+    )
 
 
 def chunk_metadata(chunk: Chunk) -> dict[str, Any]:
@@ -105,6 +130,22 @@ def read_span(metadata: Mapping[str, Any], text: str, owner: str, score: float =
     )
 
 
+def is_span(metadata: Mapping[str, Any]) -> bool:
+    """Whether metadata are of a span or chunk of ours."""
+    return all(key in metadata for key in SPAN_KEYS)
+
+
+def span_or_text(
+    metadata: Mapping[str, Any], text: str, owner: str, score: float = 0.0
+) -> ScoredSpan | str:
+    """The span that `metadata` describes, if it does and the text is its own; else the text."""
+    try:
+        return read_span(metadata, text, owner, score)
+    except ConfigError as error:
+        logger.info("read as text: %s", error)
+        return text
+
+
 def read_nuggets(metadata: Mapping[str, Any], text: str, owner: str) -> tuple[Nugget, ...]:
     """The nuggets that `chunk_metadata` wrote down.
 
@@ -154,14 +195,20 @@ def flat_metadata(metadata: Mapping[Any, Any], document_id: str) -> dict[str, An
     return flat
 
 
-def retrieval_config(rag: CoinRAG, n_chunks: int | None, n_nuggets: int | None) -> RetrievalConfig:
-    """The store's own widths, but for those that are given.
+def retrieval_config(
+    rag: CoinRAG,
+    n_chunks: int | None,
+    n_nuggets: int | None,
+    where: Condition | None = None,
+) -> RetrievalConfig:
+    """The store's own widths, but for those that are given; `where` holds beside its condition.
 
     Raises:
-        ConfigError: a width below 1.
+        ConfigError: a width below 1, or a condition that Chroma cannot check.
     """
     return replace(
         rag.retrieval,
+        where=all_of([where_of(rag.retrieval.where), where_of(where)]),
         n_chunks=rag.retrieval.n_chunks if n_chunks is None else n_chunks,
         n_nuggets=rag.retrieval.n_nuggets if n_nuggets is None else n_nuggets,
     )
@@ -170,31 +217,48 @@ def retrieval_config(rag: CoinRAG, n_chunks: int | None, n_nuggets: int | None) 
 def report(stream: ReplyStream | None, retrieve_ms: float = 0.0) -> dict[str, Any]:
     """What an answer says of itself, as plain values; of no answer (None) the same keys."""
     if stream is None:
-        usage, timings = Usage(cached=0, online=0, generated=0), Timings(retrieve_ms=retrieve_ms)
-        return _report((), (), "empty", usage, timings)
-    answer = stream.reply.answer
-    return _report(
-        answer.spans, answer.recomputed, answer.finish_reason, answer.usage, answer.timings
-    )
+        return {**report_of(_NOTHING), "timings": asdict(Timings(retrieve_ms=retrieve_ms))}
+    return report_of(stream.reply.answer)
 
 
-def _report(
-    spans: Sequence[SpanRef],
-    recomputed: Sequence[SpanRef],
-    finish_reason: str,
-    usage: Usage,
-    timings: Timings,
-) -> dict[str, Any]:
+def report_of(answer: Answer) -> dict[str, Any]:
+    """What an answer says of itself, as plain values."""
     return {
-        "spans": [[r.chunk_id, r.start, r.stop] for r in spans],
-        "recomputed": [[r.chunk_id, r.start, r.stop] for r in recomputed],
-        "finish_reason": finish_reason,
-        "usage": asdict(usage),
-        "timings": asdict(timings),
+        "spans": [[r.chunk_id, r.start, r.stop] for r in answer.spans],
+        "recomputed": [[r.chunk_id, r.start, r.stop] for r in answer.recomputed],
+        "refused": dict(answer.refused),
+        "finish_reason": answer.finish_reason,
+        "usage": asdict(answer.usage),
+        "timings": asdict(answer.timings),
     }
 
 
-async def off_loop(stream: ReplyStream) -> AsyncGenerator[str, None]:
+def token_counts(answer: Answer) -> dict[str, int]:
+    """Tokens as frameworks count them, whether they were computed or taken from a cache, and ours."""
+    usage = answer.usage
+    n_prompt = usage.cached + usage.online
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": n_prompt + usage.generated,
+        "coinrag_cached_tokens": usage.cached,
+        "coinrag_online_tokens": usage.online,
+    }
+
+
+class Pieces(Protocol):
+    """An answer's text, a piece at a time."""
+
+    def __next__(self) -> str:
+        """The next piece."""
+        ...
+
+    def close(self) -> None:
+        """Stop generating."""
+        ...
+
+
+async def off_loop(stream: Pieces) -> AsyncGenerator[str, None]:
     """The pieces of `stream`, each computed in a thread. Leaving early stops the generation."""
     step: asyncio.Future[str | None] | None = None
     try:
@@ -212,7 +276,7 @@ async def off_loop(stream: ReplyStream) -> AsyncGenerator[str, None]:
             step.add_done_callback(_closing(stream))
 
 
-def _closing(stream: ReplyStream) -> Callable[[asyncio.Future[str | None]], None]:
+def _closing(stream: Pieces) -> Callable[[asyncio.Future[str | None]], None]:
     def close(step: asyncio.Future[str | None]) -> None:
         if not step.cancelled():
             step.exception()  # nobody waits for it any more

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 import transformers
 import xxhash
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
@@ -108,6 +108,46 @@ def save_tiny(folder: Path, **options: object) -> Path:
     tiny_hf(**options).save_pretrained(folder)  # type: ignore[arg-type]
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_xlmr(folder: Path, **options: object) -> transformers.XLMRobertaConfig:
+    """Save a tokenizer of letters in `folder`, and say what a random XLM-RoBERTa beside it looks like."""
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    letters = [(chr(c), -4.0) for c in range(33, 127)]
+    vocabulary = [*((s, 0.0) for s in specials), ("\u2581", -3.0), *letters]
+    core = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=3))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    core.decoder = tokenizers.decoders.Metaspace()
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=128,
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    return transformers.XLMRobertaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=200,
+        initializer_range=0.3,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        **options,
+    )
 
 
 class HashEmbedder:

@@ -18,13 +18,15 @@ from llama_index.core.schema import (
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.llamaindex.span_node import SpanNode
 from coinrag_integrations.retrieval.embedders import Vectors, unit_vectors
 from coinrag_integrations.types import Chunk, Nugget, ScoredSpan
 
 
-def node_of(span: ScoredSpan) -> NodeWithScore:
-    """A retrieved span as a node: its text, its place in the document, and our metadata."""
-    node = TextNode(
+def node_of(span: ScoredSpan, handle: str = "") -> NodeWithScore:
+    """A retrieved span as a node: its text, its place in the document, our metadata, its handle."""
+    node = SpanNode(  # type: ignore[call-arg]  # mypy does not see the aliases of LlamaIndex
+        handle=handle,
         id_=_adapters.span_id(span.ref),
         text=span.text,
         start_char_idx=span.char_start,

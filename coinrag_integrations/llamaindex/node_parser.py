@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.callbacks import CallbackManager
+from llama_index.core.llms import LLM
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits, default_id_func
 from llama_index.core.schema import (
@@ -22,42 +23,20 @@ from llama_index.core.utils import get_tqdm_iterable
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.llamaindex._convert import describe_chunk
-from coinrag_integrations.nuggets import extract_nuggets
+from coinrag_integrations.llamaindex._bound import Bound
+from coinrag_integrations.llamaindex._convert import complete_with, describe_chunk, nuggets_of
+from coinrag_integrations.nuggets import LLMProposer, NuggetProposer, extract_nuggets
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.types import Chunk, Document
-
-
-class _Bound:
-    """The CoinRAG behind a parser: copies of the parser share it, pickles leave it behind."""
-
-    def __init__(self, rag: CoinRAG | None) -> None:
-        self.rag = rag
-
-    def chunks(self, node: BaseNode) -> list[Chunk]:
-        if self.rag is None:
-            raise ConfigError(
-                "this NuggetNodeParser was loaded or unpickled without its CoinRAG: use "
-                "NuggetNodeParser.from_dict(parser.to_dict(), rag=rag), and num_workers=1 in "
-                "pipelines"
-            )
-        text = node.get_content(metadata_mode=MetadataMode.NONE)
-        chunks = self.rag.engine.chunk(Document(document_id=node.node_id, text=text))
-        return [extract_nuggets(chunk, self.rag.proposer) for chunk in chunks]
-
-    def __deepcopy__(self, _: object) -> _Bound:
-        return self
-
-    def __reduce__(self) -> tuple[type[_Bound], tuple[None]]:
-        return (_Bound, (None,))
 
 
 class NuggetNodeParser(NodeParser):
     """Cuts documents into the chunks that a store would make of them.
 
     A node's text is the chunk's exact text, its id the chunk's id (unless `id_func` is given), and
-    its nuggets are in the metadata. The fields below name all that decides about chunks and
-    nuggets, so that a pipeline's cache notices a change.
+    its nuggets are in the metadata. With `nugget_nodes` each of them is also a node behind its chunk's,
+    which is its parent. The fields below name all that decides about chunks and nuggets, so that a
+    pipeline's cache notices a change.
 
         >>> nodes = NuggetNodeParser.from_defaults(rag=rag).get_nodes_from_documents(documents)
     """
@@ -65,12 +44,17 @@ class NuggetNodeParser(NodeParser):
     proposer_id: str = Field(description="Names the proposer of nuggets and its options.")
     chunk_tokens: int = Field(description="Tokens of a chunk.")
     tokenizer_digest: str = Field(description="SHA-256 of the tokenizer's definition.")
-    _bound: _Bound = PrivateAttr()
+    nugget_nodes: bool = Field(default=False, description="Whether nuggets are nodes as well.")
+    _bound: Bound = PrivateAttr()
+    _proposer: NuggetProposer | None = PrivateAttr()
 
-    def __init__(self, *, rag: CoinRAG | None = None, **data: Any) -> None:
+    def __init__(
+        self, *, rag: CoinRAG | None = None, proposer: NuggetProposer | None = None, **data: Any
+    ) -> None:
         """Prefer `from_defaults`. Without `rag` the parser can be kept, but not used."""
         super().__init__(**data)
-        self._bound = _Bound(rag)
+        self._bound = Bound(rag)
+        self._proposer = proposer or (rag.proposer if rag else None)
 
     @classmethod
     def class_name(cls) -> str:
@@ -82,24 +66,39 @@ class NuggetNodeParser(NodeParser):
         cls,
         *,
         rag: CoinRAG,
+        llm: LLM | None = None,
+        proposer: NuggetProposer | None = None,
+        nugget_nodes: bool = False,
         include_metadata: bool = True,
         include_prev_next_rel: bool = True,
         callback_manager: CallbackManager | None = None,
         id_func: Callable[[int, BaseNode], str] | None = None,
     ) -> Self:
-        """A parser with the tokenizer, the chunk size and the proposer of `rag`."""
+        """A parser with the tokenizer and the chunk size of `rag`.
+
+        Nuggets are proposed by `llm` (any of LlamaIndex's), by `proposer`, or as the store does it.
+
+        Raises:
+            ConfigError: both `llm` and `proposer` are given.
+        """
+        if llm is not None:
+            if proposer is not None:
+                raise ConfigError("give llm or proposer, not both")
+            proposer = LLMProposer(complete=complete_with(llm), model_id=llm.metadata.model_name)
         return cls(
             rag=rag,
+            proposer=proposer,
+            nugget_nodes=nugget_nodes,
             include_metadata=include_metadata,
             include_prev_next_rel=include_prev_next_rel,
             callback_manager=callback_manager or CallbackManager([]),
             id_func=id_func or default_id_func,
-            **_settings(rag),
+            **_settings(rag, proposer),
         )
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
-        """The inverse of `to_dict`; give `rag` to be able to parse.
+        """The inverse of `to_dict`; give `rag` to be able to parse, and the `proposer` there was.
 
         Raises:
             ConfigError: `rag` would make other chunks or nuggets than the parser that was saved, or
@@ -115,13 +114,14 @@ class NuggetNodeParser(NodeParser):
                 )
             del data["id_func"]
         if rag := data.get("rag"):
-            differing = [k for k, v in _settings(rag).items() if data.get(k, v) != v]
+            own = _settings(rag, data.get("proposer"))
+            differing = [k for k, v in own.items() if data.get(k, v) != v]
             if differing:
                 raise ConfigError(
                     f"the parser was saved with another {' and '.join(differing)} than this "
                     "CoinRAG has: open the store that it was made for, or make a new parser"
                 )
-            data |= _settings(rag)
+            data |= own
         return super().from_dict(data)
 
     def _parse_nodes(
@@ -129,13 +129,19 @@ class NuggetNodeParser(NodeParser):
     ) -> list[BaseNode]:
         parsed: list[BaseNode] = []
         for node in get_tqdm_iterable(nodes, show_progress, "Parsing nodes"):
-            parsed += self._nodes_of(node, self._bound.chunks(node))
+            parsed += self._nodes_of(node, self._chunks(node))
         return parsed
 
     async def _aparse_nodes(
         self, nodes: Sequence[BaseNode], show_progress: bool = False, **kwargs: Any
     ) -> list[BaseNode]:
         return await asyncio.to_thread(self._parse_nodes, nodes, show_progress, **kwargs)
+
+    def _chunks(self, node: BaseNode) -> list[Chunk]:
+        rag = self._bound.need(self)
+        text = node.get_content(metadata_mode=MetadataMode.NONE)
+        chunks = rag.engine.chunk(Document(document_id=node.node_id, text=text))
+        return [extract_nuggets(chunk, self._proposer or rag.proposer) for chunk in chunks]
 
     def _nodes_of(self, parent: BaseNode, chunks: Sequence[Chunk]) -> list[TextNode]:
         own_ids = self.id_func is default_id_func
@@ -170,12 +176,39 @@ class NuggetNodeParser(NodeParser):
                     neighbour.metadata = {
                         k: v for k, v in neighbour.metadata.items() if k != _adapters.NUGGETS
                     }
-        return nodes
+        if not self.nugget_nodes:
+            return nodes
+        return [it for node in _texts(nodes) for it in (node, *_nugget_nodes(node))]
 
 
-def _settings(rag: CoinRAG) -> dict[str, Any]:
+def _nugget_nodes(parent: TextNode) -> list[BaseNode]:
+    """A node for each nugget of a chunk's node, related to it in both directions."""
+    begin = parent.start_char_idx
+    nodes: list[BaseNode] = []
+    for nugget in nuggets_of(parent):
+        span = _adapters.nugget_span(parent.metadata, nugget)
+        node = TextNode(
+            id_=_adapters.span_id(span.ref),
+            text=nugget.text,
+            start_char_idx=None if begin is None else begin + nugget.char_start,
+            end_char_idx=None if begin is None else begin + nugget.char_stop,
+            metadata=_adapters.span_metadata(span),
+            excluded_embed_metadata_keys=list(parent.excluded_embed_metadata_keys),
+            excluded_llm_metadata_keys=list(parent.excluded_llm_metadata_keys),
+            relationships={NodeRelationship.PARENT: RelatedNodeInfo(node_id=parent.node_id)},
+        )
+        if (source := parent.relationships.get(NodeRelationship.SOURCE)) is not None:
+            node.relationships[NodeRelationship.SOURCE] = source
+        nodes.append(node)
+    parent.relationships[NodeRelationship.CHILD] = [
+        RelatedNodeInfo(node_id=node.node_id) for node in nodes
+    ]
+    return nodes
+
+
+def _settings(rag: CoinRAG, proposer: NuggetProposer | None) -> dict[str, Any]:
     return {
-        "proposer_id": rag.proposer.proposer_id,
+        "proposer_id": (proposer or rag.proposer).proposer_id,
         "chunk_tokens": rag.engine.config.chunk_tokens,
         "tokenizer_digest": rag.engine.model.tokenizer.digest,
     }

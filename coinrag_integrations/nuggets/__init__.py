@@ -7,6 +7,7 @@ does both. Nothing that cannot be pointed at in the source becomes a nugget.
 
 from coinrag_integrations.nuggets.align import Abandoned, Alignment, align, align_ranges
 from coinrag_integrations.nuggets.extract import coverage, extract_nuggets
+from coinrag_integrations.nuggets.known import KnownNuggets
 from coinrag_integrations.nuggets.llm import (
     EXTRACTION_PROMPT,
     LLMProposer,
@@ -20,6 +21,7 @@ __all__ = [
     "EXTRACTION_PROMPT",
     "Abandoned",
     "Alignment",
+    "KnownNuggets",
     "LLMProposer",
     "NuggetProposer",
     "RangeProposer",

@@ -186,7 +186,7 @@ class TestChain:
             added(chain.stream(QUESTION)),
         ):
             assert (output["answer"], output["context"]) == ("", [])
-            assert output["coinrag"]["usage"] == {"cached": 0, "online": 0, "generated": 0}
+            assert set(output["coinrag"]["usage"].values()) == {0}
 
     def test_a_retriever_of_ones_own_is_used(self, filled: CoinRAG):
         first = CoinRAGRetriever(rag=filled) | RunnableLambda(lambda documents: documents[:1])

@@ -1,20 +1,23 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from llama_index.core import Settings
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.callbacks import (
+    CallbackManager,
+    CBEventType,
+    LlamaDebugHandler,
+    TokenCountingHandler,
+)
 from llama_index.core.postprocessor import LongContextReorder, SimilarityPostprocessor
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
+from coinrag_integrations.engine import strip_handles
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.llamaindex import CoinRAGQueryEngine, CoinRAGRetriever, NuggetNodeParser
+from coinrag_integrations.llamaindex._convert import span_of
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import (
     FIRST,
@@ -25,29 +28,16 @@ from tests.adapters import (
     ticks_during,
     watch_streams,
 )
+from tests.llamaindex.recorder import Recorder
 
-
-class Recorder(BaseEventHandler):
-    """Keeps the names of the events it is told."""
-
-    names: list[str] = []  # noqa: RUF012  (a pydantic field)
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "Recorder"
-
-    def handle(self, event: BaseEvent, **_: Any) -> None:
-        self.names.append(event.class_name())
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    root, handler = get_dispatcher(), Recorder()
-    root.add_event_handler(handler)
-    yield handler
-    root.event_handlers.remove(handler)
-
-
+SYNTHESIS = [
+    "SynthesizeStartEvent",
+    "KVComposeStartEvent",
+    "KVComposeEndEvent",
+    "LLMCompletionStartEvent",
+    "LLMCompletionEndEvent",
+    "SynthesizeEndEvent",
+]
 QUERY_EVENTS = [
     "QueryStartEvent",
     "RetrievalStartEvent",
@@ -156,8 +146,18 @@ def test_callbacks_hear_of_query_retrieval_and_synthesis(filled: CoinRAG):
     handler = LlamaDebugHandler(print_trace_on_end=False)
     manager = CallbackManager([handler])
     CoinRAGQueryEngine.from_args(filled, callback_manager=manager).query(QUESTION)
-    for kind in (CBEventType.QUERY, CBEventType.RETRIEVE, CBEventType.SYNTHESIZE):
+    kinds = (CBEventType.QUERY, CBEventType.RETRIEVE, CBEventType.SYNTHESIZE, CBEventType.LLM)
+    for kind in kinds:
         assert len(handler.get_event_pairs(kind)) == 1, kind
+
+
+def test_tokens_are_counted_as_the_model_counts(filled: CoinRAG):
+    counter = TokenCountingHandler(tokenizer=str.split)
+    manager = CallbackManager([counter])
+    engine = CoinRAGQueryEngine.from_args(filled, callback_manager=manager)
+    usage = engine.query(QUESTION).metadata["coinrag"]["usage"]
+    assert counter.prompt_llm_token_count == usage["cached"] + usage["online"]
+    assert counter.completion_llm_token_count == usage["generated"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -167,7 +167,7 @@ async def test_an_empty_store_is_not_asked(rag: CoinRAG, streaming: bool):
     response = await engine.aquery(QUESTION)
     text = await response._async_str() if streaming else str(response)
     assert text == "Empty Response"
-    assert response.metadata["coinrag"]["usage"] == {"cached": 0, "online": 0, "generated": 0}
+    assert set(response.metadata["coinrag"]["usage"].values()) == {0}
 
 
 def test_postprocessors_choose_and_order(filled: CoinRAG):
@@ -193,7 +193,7 @@ async def test_retrieve_and_synthesize_are_the_two_halves_of_query(
     listed = NodeWithScore(node=TextNode(text="Only listed."))
     response = engine.synthesize(bundle, nodes, [listed])
     assert (str(response), response.source_nodes) == (expected, [*nodes, listed])
-    assert recorder.names[-2:] == ["SynthesizeStartEvent", "SynthesizeEndEvent"]
+    assert recorder.names[-6:] == SYNTHESIS
     assert str(await engine.asynthesize(bundle, await engine.aretrieve(bundle))) == expected
 
 
@@ -206,15 +206,25 @@ def test_nodes_of_the_parser_answer_too(filled: CoinRAG, documents: list[Any]):
     assert [chunk_id for chunk_id, _, _ in spans] == [node.node_id for node in nodes]
 
 
-def test_foreign_and_rewritten_nodes_are_refused(filled: CoinRAG):
+def test_foreign_and_rewritten_nodes_are_read_as_text(filled: CoinRAG):
     engine, bundle = CoinRAGQueryEngine.from_args(filled), QueryBundle(QUESTION)
+    first, second, *_ = engine.retrieve(bundle)
     foreign = NodeWithScore(node=TextNode(id_="theirs", text="Something else."), score=1.0)
-    with pytest.raises(ConfigError, match="node 'theirs' carries no span of a CoinRAG store"):
-        engine.synthesize(bundle, [*engine.retrieve(bundle), foreign])
-    (rewritten, *_) = engine.retrieve(bundle)
-    rewritten.node.set_content("Something else.")
-    with pytest.raises(ConfigError, match="was changed"):
-        engine.synthesize(bundle, [rewritten])
+    second.node.set_content("The name is hidden.")
+    response = engine.synthesize(bundle, [first, foreign, second])
+    used = response.metadata["coinrag"]
+    assert used["spans"] == [_triple(first)]
+    shown = strip_handles(second.node.get_content(MetadataMode.LLM))
+    assert "The name is hidden." in shown
+    context = [span_of(first), "Something else.", shown]
+    assert str(response) == "".join(filled.stream_spans(QUESTION, context))
+    alone = engine.synthesize(bundle, [first]).metadata["coinrag"]["usage"]
+    n_read = len(filled.engine.prompt.context(context[1:])[0].ids)
+    assert used["usage"]["online"] == alone["online"] + n_read
+
+
+def _triple(node: NodeWithScore) -> list[Any]:
+    return [node.node.metadata[f"coinrag_{key}"] for key in ("chunk_id", "start", "stop")]
 
 
 def test_a_retriever_of_ones_own_is_used(filled: CoinRAG):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
-from tokenizers.models import Unigram
 
 from coinrag_integrations.errors import ModelError
 from coinrag_integrations.retrieval import BGEM3Embedder, MiniLMEmbedder
+from tests.tiny import tiny_xlmr
 
 TEXTS = [
     "The organ was built in 1923.",
@@ -28,40 +27,7 @@ def minilm():
 def bge_folder(tmp_path_factory):
     """A random XLM-RoBERTa of two layers with the files that BGE-M3's loader reads."""
     folder = tmp_path_factory.mktemp("bge")
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    letters = [(chr(c), -4.0) for c in range(33, 127)]
-    vocabulary = [*((s, 0.0) for s in specials), ("▁", -3.0), *letters]
-    core = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=3))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    core.decoder = tokenizers.decoders.Metaspace()
-    core.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>",
-        special_tokens=[("<s>", 0), ("</s>", 2)],
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=128,
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.XLMRobertaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=200,
-        initializer_range=0.3,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+    config = tiny_xlmr(folder)
     transformers.XLMRobertaModel(config).save_pretrained(folder)
     torch.save(torch.nn.Linear(32, 32).state_dict(), folder / "colbert_linear.pt")
     torch.save(torch.nn.Linear(32, 1).state_dict(), folder / "sparse_linear.pt")

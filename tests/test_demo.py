@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 
@@ -178,6 +180,20 @@ def test_the_cookbook_runs(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ms" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(COOKBOOK.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_notebooks_run(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    assert list(tmp_path.iterdir()) == []  # they clean up behind them
+    shown = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    assert any("times faster" in out.get("text", "") for out in shown)
 
 
 def _coinrag(*arguments: str) -> dict[str, object]:

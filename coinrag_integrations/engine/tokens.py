@@ -53,6 +53,10 @@ class TextTokenizer:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.digest = hashlib.sha256(self._template.to_str().encode()).hexdigest()
 
+    def __reduce__(self) -> tuple[type[TextTokenizer], tuple[PreTrainedTokenizerBase]]:
+        """Pickled as the tokenizer it is a copy of."""
+        return (TextTokenizer, (self.hf,))
+
     def encode(self, text: str) -> Encoding:
         """Tokens of somebody's words; control tokens are read as ordinary text.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -22,12 +23,31 @@ from llama_index.core.schema import Document as LlamaDocument
 from llama_index.core.utils import get_tqdm_iterable
 
 from coinrag_integrations import _adapters
+from coinrag_integrations.engine.chunking import chunk_document
+from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.llamaindex._bound import Bound
 from coinrag_integrations.llamaindex._convert import complete_with, describe_chunk, nuggets_of
 from coinrag_integrations.nuggets import LLMProposer, NuggetProposer, extract_nuggets
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.types import Chunk, Document
+from coinrag_integrations.types import Chunk, Document, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    """All that cutting takes of a store: no model, so that it travels to other processes."""
+
+    tokenizer: TextTokenizer
+    chunk_tokens: int
+    scope: Scope
+    proposer: NuggetProposer
+
+    def chunks(self, document: Document) -> list[Chunk]:
+        chunks = chunk_document(document, self.tokenizer, self.chunk_tokens, self.scope)
+        return [extract_nuggets(chunk, self.proposer) for chunk in chunks]
+
+    def __deepcopy__(self, _: object) -> _Cutter:
+        """The same: nothing in it changes."""
+        return self
 
 
 class NuggetNodeParser(NodeParser):
@@ -35,8 +55,9 @@ class NuggetNodeParser(NodeParser):
 
     A node's text is the chunk's exact text, its id the chunk's id (unless `id_func` is given), and
     its nuggets are in the metadata. With `nugget_nodes` each of them is also a node behind its chunk's,
-    which is its parent. The fields below name all that decides about chunks and nuggets, so that a
-    pipeline's cache notices a change.
+    which is its parent. It can be pickled, for pipelines with `num_workers`, unless its proposer
+    cannot. The fields below name all that decides about chunks and nuggets, so that a pipeline's cache
+    notices a change.
 
         >>> nodes = NuggetNodeParser.from_defaults(rag=rag).get_nodes_from_documents(documents)
     """
@@ -45,16 +66,22 @@ class NuggetNodeParser(NodeParser):
     chunk_tokens: int = Field(description="Tokens of a chunk.")
     tokenizer_digest: str = Field(description="SHA-256 of the tokenizer's definition.")
     nugget_nodes: bool = Field(default=False, description="Whether nuggets are nodes as well.")
-    _bound: Bound = PrivateAttr()
-    _proposer: NuggetProposer | None = PrivateAttr()
+    _cutter: _Cutter | None = PrivateAttr()
 
     def __init__(
         self, *, rag: CoinRAG | None = None, proposer: NuggetProposer | None = None, **data: Any
     ) -> None:
         """Prefer `from_defaults`. Without `rag` the parser can be kept, but not used."""
         super().__init__(**data)
-        self._bound = Bound(rag)
-        self._proposer = proposer or (rag.proposer if rag else None)
+        self._cutter = None
+        if rag is not None:
+            tokenizer, n_tokens = rag.engine.model.tokenizer, rag.engine.config.chunk_tokens
+            self._cutter = _Cutter(tokenizer, n_tokens, rag.engine.scope, proposer or rag.proposer)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unlike the base class, keep what is no field."""
+        super().__setstate__(state)
+        self._cutter = (state.get("__pydantic_private__") or {}).get("_cutter")
 
     @classmethod
     def class_name(cls) -> str:
@@ -138,10 +165,13 @@ class NuggetNodeParser(NodeParser):
         return await asyncio.to_thread(self._parse_nodes, nodes, show_progress, **kwargs)
 
     def _chunks(self, node: BaseNode) -> list[Chunk]:
-        rag = self._bound.need(self)
+        if self._cutter is None:
+            raise ConfigError(
+                "this NuggetNodeParser was read back without its CoinRAG, or pickled with a proposer that "
+                "cannot be: use NuggetNodeParser.from_dict(parser.to_dict(), rag=rag), and num_workers=1"
+            )
         text = node.get_content(metadata_mode=MetadataMode.NONE)
-        chunks = rag.engine.chunk(Document(document_id=node.node_id, text=text))
-        return [extract_nuggets(chunk, self._proposer or rag.proposer) for chunk in chunks]
+        return self._cutter.chunks(Document(document_id=node.node_id, text=text))
 
     def _nodes_of(self, parent: BaseNode, chunks: Sequence[Chunk]) -> list[TextNode]:
         own_ids = self.id_func is default_id_func

@@ -151,12 +151,6 @@ def test_steps_can_be_written_down(rag: CoinRAG, kind, documents):
         bare.delete("x") if kind is CoinRAGVectorStore else bare(documents)
 
 
-def test_parsers_in_two_processes_say_what_they_need(rag: CoinRAG, documents):
-    steps = IngestionPipeline(transformations=[NuggetNodeParser.from_defaults(rag=rag)])
-    with pytest.raises(ConfigError, match="num_workers=1"):
-        steps.run(documents=documents, num_workers=2)
-
-
 # -- nugget nodes ----------------------------------------------------------------------------------
 
 

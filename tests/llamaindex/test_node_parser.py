@@ -16,7 +16,7 @@ from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeRelati
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.llamaindex import NuggetNodeParser
 from coinrag_integrations.llamaindex._convert import nuggets_of, span_of
-from coinrag_integrations.nuggets import RuleProposer
+from coinrag_integrations.nuggets import LLMProposer, RuleProposer
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import REPEATED, TEXTS, ticks_during
 
@@ -158,13 +158,35 @@ def test_a_parser_is_read_back_from_its_dict(
 
 
 def test_a_parser_without_its_store_says_so(parser: NuggetNodeParser, documents: list[Document]):
-    for lost in (
-        NuggetNodeParser.from_dict(parser.to_dict()),
-        pickle.loads(pickle.dumps(parser)),
-    ):
-        assert lost.to_dict() == parser.to_dict()
-        with pytest.raises(ConfigError, match="without its CoinRAG"):
-            lost(documents)
+    lost = NuggetNodeParser.from_dict(parser.to_dict())
+    assert lost.to_dict() == parser.to_dict()
+    with pytest.raises(ConfigError, match="without its CoinRAG"):
+        lost(documents)
+
+
+def test_a_parser_can_be_pickled(parser: NuggetNodeParser, documents: list[Document]):
+    again = pickle.loads(pickle.dumps(parser))
+    assert again.to_dict() == parser.to_dict()
+    assert again(documents) == parser(documents)
+
+
+def test_a_proposer_that_cannot_be_pickled_is_missed_by_name(rag: CoinRAG, documents):
+    proposer = LLMProposer(complete=lambda prompt: "[]", model_id="x")
+    parser = NuggetNodeParser.from_defaults(rag=rag, proposer=proposer)
+    assert parser(documents)
+    with pytest.raises(ConfigError, match="pickled with a proposer that cannot be"):
+        pickle.loads(pickle.dumps(parser))(documents)
+
+
+def test_two_processes_make_the_nodes_of_one(parser: NuggetNodeParser, documents: list[Document]):
+    steps = IngestionPipeline(transformations=[parser], disable_cache=True)
+    alone = steps.run(documents=documents)
+    together = steps.run(documents=documents, num_workers=2)
+    assert sorted(map(_plain, together), key=str) == sorted(map(_plain, alone), key=str)
+
+
+def _plain(node: BaseNode) -> object:
+    return (node.node_id, node.text, node.start_char_idx, node.metadata)
 
 
 def test_a_copy_shares_the_engine(parser: NuggetNodeParser, documents: list[Document]):

@@ -157,7 +157,11 @@ class Ingestor:
 
     def _lacks_rows(self) -> bool:
         """Whether rows were lost behind our back: they come before their chunks and go after them."""
-        n_rows, n_chunks = self.index.counts()["chunks"], self.engine.catalog.counts()["chunks"]
+        try:
+            n_rows, n_chunks = self.index.counts()["chunks"], self.engine.catalog.counts()["chunks"]
+        except SpanIndexError as error:  # if Chroma cannot be reached, mending says so
+            logger.warning("the index cannot be used: %s", error)
+            return True
         if n_rows < n_chunks:
             logger.warning("the index has %d of %d chunks", n_rows, n_chunks)
         return n_rows < n_chunks

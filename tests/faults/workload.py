@@ -18,14 +18,13 @@ from coinrag_integrations.engine.config import Coverage
 from coinrag_integrations.errors import ChunkNotFoundError, CoinRAGError, StoreError
 from coinrag_integrations.nuggets import extract_nuggets
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.retrieval import RetrievalConfig, open_client
+from coinrag_integrations.retrieval import RetrievalConfig
 from coinrag_integrations.types import Chunk, ChunkId, Document, ScoredSpan, SpanRef
 from tests.tiny import TEXT, HashEmbedder
 
 Documents = Mapping[str, Document]
 Act = Callable[[CoinRAG], object]
 
-_CHANGES_A_WRITE = 4
 _ALL = RetrievalConfig(n_chunks=1000, n_nuggets=1000)
 _SHORT = GenerationConfig(max_new_tokens=2)
 
@@ -104,16 +103,10 @@ def open_rag(folder: Path, model: LoadedModel, coverage: Coverage) -> CoinRAG:
     """The store in `folder`, with its own Chroma database.
 
     One chunk a batch: a chunk's KV depends in its last bits on what it was padded with, and the test
-    compares bits. Chroma writes its vector index after a thousand changes; here after a few, so that
-    a small workload meets what a large one does.
+    compares bits.
     """
     config = EngineConfig(chunk_tokens=32, coverage=coverage, batch_tokens=1, load="read")
-    rag = CoinRAG.open(folder, model=model, embedder=HashEmbedder(), config=config)
-    for collection in open_client(folder / "chroma").list_collections():
-        hnsw = collection.configuration_json["hnsw"]
-        if hnsw["sync_threshold"] != _CHANGES_A_WRITE:
-            collection.modify(configuration={"hnsw": {"sync_threshold": _CHANGES_A_WRITE}})
-    return rag
+    return CoinRAG.open(folder, model=model, embedder=HashEmbedder(), config=config)
 
 
 # -- what must be there ----------------------------------------------------------------------------

@@ -146,25 +146,36 @@ class Ingestor:
 
     def mend(self) -> None:
         """Finish what an interrupted writer left, if there is anything and nobody else is writing."""
-        if self.index.interruption is None and not self._lacks_rows():
+        if self.index.interruption is None and self._has_all_rows():
             return
         try:
             with self._writing():
-                if self._lacks_rows():
-                    self.mend_index(anew=True)
+                if not self._has_all_rows():
+                    self._put_missing()
         except StoreError as error:  # whoever is writing has made the mark, or finds it
             logger.info("left to another process: %s", error)
 
-    def _lacks_rows(self) -> bool:
-        """Whether rows were lost behind our back: they come before their chunks and go after them."""
+    def _has_all_rows(self) -> bool:
+        """Whether no rows were lost behind our back: they come before their chunks and go after them."""
         try:
             n_rows, n_chunks = self.index.counts()["chunks"], self.engine.catalog.counts()["chunks"]
         except SpanIndexError as error:  # if Chroma cannot be reached, mending says so
             logger.warning("the index cannot be used: %s", error)
-            return True
+            return False
         if n_rows < n_chunks:
             logger.warning("the index has %d of %d chunks", n_rows, n_chunks)
-        return n_rows < n_chunks
+        return n_rows >= n_chunks
+
+    def _put_missing(self) -> None:
+        """Index the chunks that have no row; all of them anew if it cannot be said which."""
+        try:
+            there, _ = self.index.ids()
+        except SpanIndexError:
+            self.mend_index(anew=True)
+            return
+        missing = (it for it in self.engine.catalog.chunks() if it.chunk_id not in there)
+        while page := list(islice(missing, _INDEX_PAGE)):
+            self.index.put(page)
 
     def _delete(self, document_id: str) -> bool:
         known = self.engine.catalog.delete_document(document_id)

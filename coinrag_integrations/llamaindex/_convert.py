@@ -35,7 +35,8 @@ def node_of(span: ScoredSpan, handle: str = "") -> NodeWithScore:
         relationships={
             NodeRelationship.SOURCE: RelatedNodeInfo(
                 node_id=span.document_id, node_type=ObjectType.DOCUMENT
-            )
+            ),
+            NodeRelationship.PARENT: RelatedNodeInfo(node_id=span.ref.chunk_id),
         },
     )
     hide_keys(node)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llama_index.core import Settings
+from llama_index.core import Settings, StorageContext
 from llama_index.core.agent import ReActAgent
 from llama_index.core.chat_engine import (
     CondensePlusContextChatEngine,
@@ -19,8 +19,9 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.postprocessor import LongContextReorder
 from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
-from llama_index.core.retrievers import QueryFusionRetriever
+from llama_index.core.retrievers import AutoMergingRetriever, QueryFusionRetriever
 from llama_index.core.schema import Document, MetadataMode, QueryBundle
+from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import RetrieverTool, ToolMetadata
 
 from coinrag_integrations.engine import AnswerStream, strip_handles
@@ -28,8 +29,10 @@ from coinrag_integrations.errors import BudgetError
 from coinrag_integrations.llamaindex import (
     CoinRAGIndex,
     CoinRAGLLM,
+    CoinRAGQueryEngine,
     CoinRAGRetriever,
     MarkedPromptHelper,
+    NuggetNodeParser,
     StripHandles,
     add_documents,
     using_coinrag,
@@ -37,6 +40,7 @@ from coinrag_integrations.llamaindex import (
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import RetrievalConfig
 from tests.adapters import ticks_during
+from tests.tiny import HashEmbedder
 
 ASK = "Which lighthouse was painted white?"
 LLM_MODES = [
@@ -122,10 +126,13 @@ def test_in_a_small_window_every_passage_is_read_as_kv(twelve, llm, calls: Calls
 
 
 def test_the_stock_prompt_helper_cuts_passages(twelve, llm, calls: Calls):
-    """The helper is needed: without it some of the twelve are cut, and read as text."""
-    plain = PromptHelper.from_llm_metadata(llm.metadata)
-    answer_in(twelve, llm, ResponseMode.COMPACT, prompt_helper=plain).query(ASK)
-    assert 0 < len(set(calls.resolved)) < 12
+    """The helper is needed: with LlamaIndex's own some of the twelve are cut, and read as text."""
+    for helper in (PromptHelper, MarkedPromptHelper):
+        calls.streams.clear()
+        narrow = helper(context_window=WINDOW, num_output=ANSWER, chunk_size_limit=100)
+        answer_in(twelve, llm, ResponseMode.COMPACT, prompt_helper=narrow).query(ASK)
+        assert (len(set(calls.resolved)) == 12) == (helper is MarkedPromptHelper)
+        assert (calls.refused == 0) == (helper is MarkedPromptHelper)
 
 
 def test_modes_without_a_model(twelve, llm, calls: Calls):
@@ -192,6 +199,21 @@ def test_with_the_cache_off_the_answer_is_ordinary_rag(twelve, llm, calls: Calls
     assert all(stream.answer.usage.cached == 0 for stream in calls.streams)
 
 
+def test_another_tenants_handles_are_words(model, tmp_path):
+    """The same document in two tenants of one store: a handle of the one says nothing to the other."""
+    options = {"model": model, "embedder": HashEmbedder()}
+    document = Document(id_="d", text="The lighthouse of Sorn was painted white.")
+    with CoinRAG.open(tmp_path, tenant="theirs", **options) as theirs:
+        add_documents(theirs, [document])
+        marked = CoinRAGRetriever(theirs).retrieve(ASK)[0].node.get_content(MetadataMode.LLM)
+        assert CoinRAGLLM.from_defaults(theirs).complete(marked + "?").raw["refused"] == {}
+    with CoinRAG.open(tmp_path, tenant="ours", **options) as ours:
+        for _ in range(2):  # without the document, and with one of the same words
+            raw = CoinRAGLLM.from_defaults(ours).complete(marked + "?").raw
+            assert (raw["spans"], raw["refused"]) == ([], {"unknown": 1})
+            add_documents(ours, [document])
+
+
 # -- what may stand in between ---------------------------------------------------------------------
 
 
@@ -209,6 +231,22 @@ def test_handles_survive_fusion_and_reordering(twelve, llm, calls: Calls):
         llm=llm, prompt_helper=MarkedPromptHelper.from_rag(twelve, llm)
     ).synthesize(ASK, nodes)
     assert (len(set(calls.resolved)), calls.refused) == (12, 0)
+
+
+def test_nuggets_are_merged_into_their_chunk(rag: CoinRAG):
+    text = "The mill is red. The mill has two wheels. The mill grinds rye for the whole town."
+    document = Document(id_="mill", text=text)
+    add_documents(rag, [document])
+    parser = NuggetNodeParser.from_defaults(rag=rag, nugget_nodes=True)
+    storage = StorageContext.from_defaults(docstore=SimpleDocumentStore())
+    storage.docstore.add_documents(parser.get_nodes_from_documents([document]))
+    merging = AutoMergingRetriever(CoinRAGRetriever(rag), storage, simple_ratio_thresh=0.5)
+    nodes = merging.retrieve("What of the mill?")
+    whole = {chunk.text for chunk in rag.engine.catalog.chunks()}
+    assert {node.node.get_content() for node in nodes} <= whole
+    response = CoinRAGQueryEngine.from_args(rag, retriever=merging).query("What of the mill?")
+    spans = response.metadata["coinrag"]["spans"]
+    assert spans == [[it.node.node_id, 0, it.node.metadata["coinrag_stop"]] for it in nodes]
 
 
 def test_citations_are_of_plain_text(twelve, llm):

@@ -12,16 +12,18 @@ from langchain_core.messages import BaseMessage
 from langchain_core.runnables import Runnable
 
 from coinrag_integrations import _adapters
+from coinrag_integrations.engine import mark, strip_handles
 from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval.embedders import Vectors, unit_vectors
 from coinrag_integrations.types import Chunk, Document, Nugget, ScoredSpan
 
 
-def document_of(span: ScoredSpan) -> LangDocument:
-    """A retrieved span as a document: its exact text, its triple and its score."""
+def document_of(span: ScoredSpan, handle: str = "") -> LangDocument:
+    """A retrieved span as a document: its exact text behind its handle, its triple and its score."""
     return LangDocument(
         id=_adapters.span_id(span.ref),
-        page_content=span.text,
+        page_content=mark(handle, span.text),
         metadata={**_adapters.span_metadata(span), _adapters.SCORE: span.score},
     )
 
@@ -33,7 +35,26 @@ def span_of(document: LangDocument) -> ScoredSpan:
         ConfigError: the document is not ours, or its text was changed.
     """
     score = float(document.metadata.get(_adapters.SCORE, 0.0))
-    return _adapters.read_span(document.metadata, document.page_content, _owner(document), score)
+    return _adapters.read_span(document.metadata, text_of(document), _owner(document), score)
+
+
+def context_of(document: LangDocument) -> ScoredSpan | str:
+    """The span that a document stands for; the text of any other document."""
+    score = float(document.metadata.get(_adapters.SCORE, 0.0))
+    return _adapters.span_or_text(document.metadata, text_of(document), _owner(document), score)
+
+
+def text_of(document: LangDocument) -> str:
+    """A document's words, without handles."""
+    return strip_handles(document.page_content)
+
+
+def marked_text(rag: CoinRAG, document: LangDocument) -> str:
+    """A document's words behind the handle of the span that it stands for, if it stands for one."""
+    found = context_of(document)
+    if isinstance(found, str):
+        return found
+    return mark(rag.engine.handles.handle(found.ref), found.text)
 
 
 def document_of_chunk(chunk: Chunk, metadata: dict[str, Any]) -> LangDocument:
@@ -115,4 +136,4 @@ def complete_with(model: Runnable[Any, Any]) -> Callable[[str], str]:
 
 
 def _owner(document: LangDocument) -> str:
-    return f"document {document.id or document.page_content[:40]!r}"
+    return f"document {document.id or text_of(document)[:40]!r}"

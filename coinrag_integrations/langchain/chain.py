@@ -22,7 +22,7 @@ from pydantic import ConfigDict
 from coinrag_integrations import _adapters
 from coinrag_integrations.engine import GenerationConfig
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.langchain._convert import span_of
+from coinrag_integrations.langchain._convert import context_of
 from coinrag_integrations.langchain.retriever import CoinRAGRetriever
 from coinrag_integrations.rag import CoinRAG, ReplyStream
 
@@ -34,8 +34,8 @@ _QUESTION, _DOCUMENTS = ("question", "input"), ("documents", "context")
 class CoinRAGGenerator(RunnableSerializable[dict[str, Any], str]):
     """Answers a "question" (or "input") from "documents" (or "context") of our retriever.
 
-    Documents may be dropped and reordered on the way, but not rewritten. Without documents the
-    answer is empty and the model is not asked.
+    Documents may be dropped, reordered and rewritten on the way: what is not a span of the store, word
+    for word, is read as text. Without documents the answer is empty and the model is not asked.
 
         >>> generator = CoinRAGGenerator(rag=rag)
         >>> generator.invoke({"question": question, "documents": retriever.invoke(question)})
@@ -52,7 +52,7 @@ class CoinRAGGenerator(RunnableSerializable[dict[str, Any], str]):
         """The answer.
 
         Raises:
-            ConfigError: a key is missing, a document is not a span of ours, or its text was changed.
+            ConfigError: a key is missing.
             BudgetError: spans, question and answer do not fit the model's window.
         """
         return self._call_with_config(self._answer, input, config, **kwargs)
@@ -124,7 +124,7 @@ def create_coinrag_chain(
         raise ConfigError("give k and n_chunks to the retriever, or no retriever")
     return _CoinRAGChain(
         rag=rag,
-        retriever=retriever or CoinRAGRetriever(rag=rag, k=k, n_chunks=n_chunks),
+        retriever=retriever or CoinRAGRetriever(rag=rag, k=k, n_chunks=n_chunks, render="text"),
         generation=generation,
     )
 
@@ -252,8 +252,8 @@ def open_stream(
     """Compose the prefix of these documents; without any there is nothing to answer from."""
     if not documents:
         return None
-    spans = [span_of(document) for document in documents]
-    return rag.stream_spans(question, spans, generation=generation, retrieve_ms=retrieve_ms)
+    context = [context_of(document) for document in documents]
+    return rag.stream_spans(question, context, generation=generation, retrieve_ms=retrieve_ms)
 
 
 def _iterate(stream: ReplyStream | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForRetrieverRun,
@@ -15,14 +15,17 @@ from langchain_core.retrievers import BaseRetriever, LangSmithRetrieverParams
 from coinrag_integrations import _adapters
 from coinrag_integrations.langchain._convert import document_of
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval import Condition, all_of, where_of
 
 
 class CoinRAGRetriever(BaseRetriever):
     """The nuggets nearest to a question among those of the nearest chunks, best first.
 
     `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are the store's
-    own if left out, and may be given for one call. `page_content` is the exact text of the span,
-    `metadata["coinrag_score"]` a cosine similarity.
+    own if left out, and may be given for one call, as may `filter`, a condition on documents' metadata
+    in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind its
+    handle, from which `ChatCoinRAG` reads KV in any prompt; `render="text"` leaves the handle out, for
+    other models and for people. `metadata["coinrag_score"]` is a cosine similarity.
 
         >>> CoinRAGRetriever(rag=rag, k=5).invoke("Who built the tidal organ?", k=3)
     """
@@ -30,6 +33,8 @@ class CoinRAGRetriever(BaseRetriever):
     rag: CoinRAG
     k: int | None = None
     n_chunks: int | None = None
+    filter: dict[str, Any] | None = None
+    render: Literal["marked", "text"] = "marked"
 
     def _get_relevant_documents(
         self,
@@ -38,8 +43,9 @@ class CoinRAGRetriever(BaseRetriever):
         run_manager: CallbackManagerForRetrieverRun | None = None,
         k: int | None = None,
         n_chunks: int | None = None,
+        filter: dict[str, Any] | None = None,
     ) -> list[LangDocument]:
-        return self._search(query, k, n_chunks)
+        return self._search(query, k, n_chunks, filter)
 
     async def _aget_relevant_documents(
         self,
@@ -48,16 +54,24 @@ class CoinRAGRetriever(BaseRetriever):
         run_manager: AsyncCallbackManagerForRetrieverRun | None = None,
         k: int | None = None,
         n_chunks: int | None = None,
+        filter: dict[str, Any] | None = None,
     ) -> list[LangDocument]:
-        return await asyncio.to_thread(self._search, query, k, n_chunks)
+        return await asyncio.to_thread(self._search, query, k, n_chunks, filter)
 
-    def _search(self, query: str, k: int | None, n_chunks: int | None) -> list[LangDocument]:
+    def _search(
+        self, query: str, k: int | None, n_chunks: int | None, where: Condition | None
+    ) -> list[LangDocument]:
         config = _adapters.retrieval_config(
             self.rag,
             self.n_chunks if n_chunks is None else n_chunks,
             self.k if k is None else k,
+            all_of([where_of(self.filter), where_of(where)]),
         )
-        return [document_of(span) for span in self.rag.retrieve(query, config=config)]
+        spans = self.rag.retrieve(query, config=config)
+        if self.render == "text":
+            return [document_of(span) for span in spans]
+        handle = self.rag.engine.handles.handle
+        return [document_of(span, handle(span.ref)) for span in spans]
 
     def _get_ls_params(self, **kwargs: Any) -> LangSmithRetrieverParams:
         params = super()._get_ls_params(**kwargs)

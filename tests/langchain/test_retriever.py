@@ -7,9 +7,10 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.tools import create_retriever_tool
 
+from coinrag_integrations.engine import strip_handles
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain import CoinRAGRetriever
-from coinrag_integrations.langchain._convert import span_of
+from coinrag_integrations.langchain._convert import span_of, text_of
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import QUESTION, TEXTS, SlowEmbedder, ticks_during
 
@@ -19,7 +20,10 @@ def test_documents_are_the_stores_spans_with_exact_offsets(filled: CoinRAG):
     assert [span_of(document) for document in documents] == filled.retrieve(QUESTION)
     for found in documents:
         start, stop = (found.metadata[f"coinrag_char_{end}"] for end in ("start", "stop"))
-        assert TEXTS[found.metadata["source"]][start:stop] == found.page_content
+        text = TEXTS[found.metadata["source"]][start:stop]
+        assert strip_handles(found.page_content) == text != found.page_content
+    plain = CoinRAGRetriever(rag=filled, render="text").invoke(QUESTION)
+    assert [it.page_content for it in plain] == [text_of(it) for it in documents]
 
 
 def test_scores_are_there_and_fall(filled: CoinRAG):
@@ -29,7 +33,7 @@ def test_scores_are_there_and_fall(filled: CoinRAG):
     rounded = [round(score, 6) for score in scores]
     assert rounded == sorted(rounded, reverse=True)
     exact = "The lighthouse of Sorn is white."
-    best = CoinRAGRetriever(rag=filled).invoke(exact)[0]
+    best = CoinRAGRetriever(rag=filled, render="text").invoke(exact)[0]
     assert best.page_content == exact
     assert best.metadata["coinrag_score"] == pytest.approx(1.0, abs=1e-5)
 

@@ -12,11 +12,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from coinrag_integrations.engine import Answer, Timings, Usage
+from coinrag_integrations.engine import Answer, GenerationConfig, Timings, Usage
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG, ReplyStream
 from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, where_of
@@ -37,6 +37,7 @@ SPAN_KEYS = (
     "coinrag_digest",
 )
 KEYS = (*SPAN_KEYS, NUGGETS, SCORE)
+_DECODING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "use_kv")
 _NOTHING = Answer(
     text="",
     finish_reason="empty",
@@ -231,6 +232,36 @@ def report_of(answer: Answer) -> dict[str, Any]:
         "usage": asdict(answer.usage),
         "timings": asdict(answer.timings),
     }
+
+
+def call_options(model: Any, given: Mapping[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
+    """What decides about an answer: the fields of a framework's model, unless a call says otherwise.
+
+    Raises:
+        ConfigError: a call gives something else.
+    """
+    known = (*_DECODING, *also)
+    if unknown := given.keys() - known:
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))}: no such option. A call takes stop, {', '.join(known)}"
+        )
+    return {name: given.get(name, getattr(model, name)) for name in known}
+
+
+def generation_of(options: Mapping[str, Any], stop: Sequence[str] | str | None) -> GenerationConfig:
+    """How to decode, of what `call_options` gives.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+    return GenerationConfig(
+        max_new_tokens=options["max_tokens"],
+        temperature=options["temperature"],
+        top_p=options["top_p"],
+        top_k=options["top_k"],
+        seed=options["seed"],
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+    )
 
 
 def token_counts(answer: Answer) -> dict[str, int]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
-
-from coinrag_integrations.engine.answer import AnswerBatch, AnswerStream, Keep
+from coinrag_integrations.engine.answer import AnswerStream
+from coinrag_integrations.engine.asking import Asking
 from coinrag_integrations.engine.chat import Message, Prepared, chat_pieces, text_pieces
 from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, without_handles
@@ -20,20 +18,6 @@ from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.types import Chunk, ChunkId, SpanRef
 
 
-class Ask(Protocol):
-    """Composes pieces behind `kept` rows [L, 2, H, n, D], and is ready to go on after them."""
-
-    def __call__(
-        self,
-        pieces: Sequence[Piece],
-        generation: GenerationConfig,
-        kept: torch.Tensor | None = None,
-        keep: Keep | None = None,
-    ) -> AnswerBatch:
-        """What is about to be answered."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
     """Answers prompts of one engine. `chunk` gives a chunk out of the catalog."""
@@ -43,7 +27,7 @@ class Conversations:
     kept: KeptPrefixes
     prompts: PromptCache
     chunk: Callable[[ChunkId], Chunk]
-    ask: Ask
+    asking: Asking
 
     def chat(
         self, messages: Sequence[Message], generation: GenerationConfig, use_kv: bool
@@ -61,7 +45,7 @@ class Conversations:
         """Behind what is kept of the prompt; and keep what is then there."""
         pieces = self._ending_in_text(prompt.pieces)
         if not use_kv:
-            return AnswerStream(self.ask(pieces, generation))
+            return AnswerStream(self.asking.one(pieces, generation))
         atoms = atoms_of(pieces)
 
         def keep(generated: Sequence[int], runner: Runner) -> None:
@@ -72,7 +56,7 @@ class Conversations:
         if rows is not None and rows.shape[3] <= len(head) and head in self.prompts:
             rows = None
         n_kept = 0 if rows is None else rows.shape[3]
-        batch = self.ask(without(pieces, n_kept), generation, rows, keep)
+        batch = self.asking.one(without(pieces, n_kept), generation, rows, keep)
         spans = tuple(piece for piece in pieces if isinstance(piece, SpanRef))
         return AnswerStream(batch, spans, prompt.refused)
 

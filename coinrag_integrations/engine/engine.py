@@ -11,16 +11,17 @@ from typing import Self
 import torch
 
 from coinrag_integrations.engine import gate
-from coinrag_integrations.engine.answer import Answer, AnswerBatch, AnswerStream, Keep
+from coinrag_integrations.engine.answer import Answer, AnswerStream
+from coinrag_integrations.engine.asking import Asking
 from coinrag_integrations.engine.chat import Message
 from coinrag_integrations.engine.chunking import chunk_document
-from coinrag_integrations.engine.composer import Composed, Composer
+from coinrag_integrations.engine.composer import Composer
 from coinrag_integrations.engine.config import EngineConfig
 from coinrag_integrations.engine.conversation import Conversations
 from coinrag_integrations.engine.cost import CostModel
 from coinrag_integrations.engine.encoder import Encoder, batches, encode
 from coinrag_integrations.engine.fingerprint import Fingerprint
-from coinrag_integrations.engine.generation import GenerationConfig, check_room
+from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, owner_of
 from coinrag_integrations.engine.kept import KeptPrefixes
 from coinrag_integrations.engine.kernels import choose_kernels
@@ -32,7 +33,6 @@ from coinrag_integrations.engine.plan import (
     Text,
     arrange,
     merge,
-    plan_prefix,
 )
 from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.prompt import build_prompt
@@ -129,15 +129,23 @@ class Engine:
             covered=self.covered,
             is_stored=self.is_stored,
         )
-        self._composer = Composer(
-            layout=model.layout,
-            rope=model.rope,
-            kernels=self.kernels,
-            device=model.device,
-            store=self.store,
-            prompts=self._prompts,
-            uploader=Uploader.of(model.device),
-            cost=self.cost,
+        budget = self.config.max_entries
+        self._asking = Asking(
+            model=model,
+            composer=Composer(
+                layout=model.layout,
+                rope=model.rope,
+                kernels=self.kernels,
+                device=model.device,
+                store=self.store,
+                prompts=self._prompts,
+                uploader=Uploader.of(model.device),
+                cost=self.cost,
+            ),
+            static=self.static,
+            max_entries=model.window if budget is None else min(budget, model.window),
+            recompute=self._repair.recompute if self.config.on_miss == "recompute" else None,
+            decline=self._repair.decline if self.config.load == "auto" else None,
         )
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
@@ -230,16 +238,14 @@ class Engine:
         Raises:
             BudgetError: more rows than the budget or the model's window allows.
         """
-        budget, window = self.config.max_entries, self.model.window
-        max_entries = window if budget is None else min(budget, window)
-        return plan_prefix(pieces, max_entries=max_entries, n_kept=n_kept)
+        return self._asking.plan(pieces, n_kept)
 
     def compose(
         self, refs: Sequence[SpanRef], watch: Stopwatch | None = None, *, room: int = 0
     ) -> tuple[Prefix, tuple[SpanRef, ...]]:
         """The prefix of the prompt's head and these spans, and the spans recomputed on the way."""
         watch = watch or Stopwatch(self.model.device)
-        composed = self._compose([self.plan(refs)], watch, room)
+        composed = self._asking.compose([self.plan(refs)], watch, room)
         return composed.prefix, composed.loaded[0].recomputed
 
     def answer(
@@ -264,7 +270,7 @@ class Engine:
         requests = [(self.plan(refs), self.prompt.tail(question)) for question, refs in questions]
         if not requests:
             return []
-        batch = self._ask(requests, generation or GenerationConfig(), watch)
+        batch = self._asking.several(requests, generation or GenerationConfig(), watch)
         for _ in batch.run():
             pass
         return batch.answers()
@@ -300,7 +306,7 @@ class Engine:
             ConfigError: the last piece is not text.
             BudgetError: pieces and answer do not fit.
         """
-        return AnswerStream(self._ask_one(pieces, generation or GenerationConfig()))
+        return AnswerStream(self._asking.one(pieces, generation or GenerationConfig()))
 
     def chat(
         self,
@@ -370,54 +376,7 @@ class Engine:
             kept=KeptPrefixes(max_bytes=self.config.kept_bytes),
             prompts=self._prompts,
             chunk=self._repair.chunk,
-            ask=self._ask_one,
-        )
-
-    def _ask_one(
-        self,
-        pieces: Sequence[Piece],
-        generation: GenerationConfig,
-        kept: torch.Tensor | None = None,
-        keep: Keep | None = None,
-    ) -> AnswerBatch:
-        """Compose pieces, the last of them text, behind `kept` rows, and be ready to go on."""
-        watch = Stopwatch(self.model.device)
-        *before, last = pieces or [Text(())]
-        if not isinstance(last, Text) or not last.ids:
-            raise ConfigError("the last piece must be text: there is nothing to go on after")
-        plan = self.plan_pieces(before, 0 if kept is None else kept.shape[3])
-        return self._ask([(plan, last.ids)], generation, watch, kept, keep)
-
-    def _ask(
-        self,
-        requests: Sequence[tuple[PrefixPlan, Sequence[int]]],
-        generation: GenerationConfig,
-        watch: Stopwatch,
-        kept: torch.Tensor | None = None,
-        keep: Keep | None = None,
-    ) -> AnswerBatch:
-        """Compose every plan, and be ready to answer the question behind it."""
-        for plan, question in requests:
-            check_room(self.model, plan, len(question), generation.max_new_tokens)
-        plans, questions = zip(*requests, strict=True)
-        width = max(plan.n_online + len(question) for plan, question in requests)
-        composed = self._compose(plans, watch, width + generation.max_new_tokens, kept)
-        return AnswerBatch(self.model, composed, questions, generation, watch, self.static, keep)
-
-    def _compose(
-        self,
-        plans: Sequence[PrefixPlan],
-        watch: Stopwatch,
-        room: int,
-        kept: torch.Tensor | None = None,
-    ) -> Composed:
-        return self._composer.compose(
-            plans,
-            watch,
-            room=room,
-            recompute=self._repair.recompute if self.config.on_miss == "recompute" else None,
-            decline=self._repair.decline if self.config.load == "auto" else None,
-            kept=kept,
+            asking=self._asking,
         )
 
 

@@ -27,7 +27,6 @@ from coinrag_integrations import _adapters
 from coinrag_integrations.engine import (
     Answer,
     AnswerStream,
-    GenerationConfig,
     Message,
     strip_handles,
 )
@@ -36,7 +35,6 @@ from coinrag_integrations.langchain._convert import marked_text
 from coinrag_integrations.rag import CoinRAG
 
 HANDLES = "coinrag_handles"
-_PER_CALL = ("max_tokens", "temperature", "top_p", "top_k", "seed", "use_kv", "timeout")
 _BETWEEN = "\n\n"
 
 
@@ -100,7 +98,7 @@ class ChatCoinRAG(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that changes an answer: two models that differ share no cache."""
-        options = {name: getattr(self, name) for name in (*_PER_CALL, "stop")}
+        options = _adapters.call_options(self, {}, also=("timeout", "stop"))
         engine = self.rag.engine
         return {
             "model_name": self.model_name,
@@ -201,20 +199,8 @@ class ChatCoinRAG(BaseChatModel):
     ) -> AnswerStream:
         options = dict(kwargs)
         documents = options.pop(HANDLES, ())
-        if unknown := options.keys() - _PER_CALL:
-            raise ConfigError(
-                f"{', '.join(sorted(unknown))}: no such option. A call takes stop, {HANDLES}, "
-                f"{', '.join(_PER_CALL)}"
-            )
-        value = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        generation = GenerationConfig(
-            max_new_tokens=value["max_tokens"],
-            temperature=value["temperature"],
-            top_p=value["top_p"],
-            top_k=value["top_k"],
-            seed=value["seed"],
-            stop=tuple(self.stop or () if stop is None else stop),
-        )
+        value = _adapters.call_options(self, options, also=("timeout",))
+        generation = _adapters.generation_of(value, self.stop if stop is None else stop)
         turns = [self._turn(message) for message in messages]
         if documents:
             turns[-1] = self._behind(documents, turns[-1])

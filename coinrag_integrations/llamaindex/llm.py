@@ -44,7 +44,6 @@ _ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
-_PER_CALL = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "use_kv")
 
 
 class CoinRAGLLM(LLM):
@@ -194,21 +193,8 @@ class CoinRAGLLM(LLM):
 
     def _options(self, kwargs: dict[str, Any]) -> tuple[GenerationConfig, bool]:
         """How to decode, and whether to use KV: the fields, unless a call says otherwise."""
-        if unknown := kwargs.keys() - _PER_CALL:
-            raise ConfigError(
-                f"{', '.join(sorted(unknown))}: no such option. A call takes {', '.join(_PER_CALL)}"
-            )
-        value = {name: kwargs.get(name, getattr(self, name)) for name in _PER_CALL}
-        stop = value["stop"] or ()
-        generation = GenerationConfig(
-            max_new_tokens=value["max_tokens"],
-            temperature=value["temperature"],
-            top_p=value["top_p"],
-            top_k=value["top_k"],
-            seed=value["seed"],
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        )
-        return generation, value["use_kv"]
+        options = _adapters.call_options(self, kwargs, also=("stop",))
+        return _adapters.generation_of(options, options["stop"]), options["use_kv"]
 
 
 def _message(message: ChatMessage) -> Message:

@@ -21,7 +21,7 @@ from coinrag_integrations.engine.store.disk import KV
 from coinrag_integrations.engine.store.variants import variants
 from coinrag_integrations.errors import SpanIndexError, StoreError
 from coinrag_integrations.retrieval import ChromaFolder, SpanIndex, open_client
-from coinrag_integrations.retrieval.index import open_for_upkeep
+from coinrag_integrations.retrieval.upkeep import open_for_upkeep
 from coinrag_integrations.settings import INDEX_MARK, StoreSettings, open_remote
 from coinrag_integrations.types import ChunkId, Scope
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coinrag_integrations.errors import ModelError
+from coinrag_integrations.retrieval.flag import load_flag_model
 
 Vectors = NDArray[np.float32]
 
@@ -118,20 +119,7 @@ class BGEM3Embedder:
 
     @cached_property
     def _model(self) -> Any:
-        try:
-            from FlagEmbedding import BGEM3FlagModel
-        except ImportError as error:
-            raise ModelError(
-                "FlagEmbedding cannot be imported: pip install 'coinrag-integrations[bge]' "
-                f"({error})"
-            ) from error
-        try:
-            return BGEM3FlagModel(self._name, use_fp16=False, devices=self._device)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot load the embedder {self._name!r}: {error}. Give a local folder, or a hub "
-                "name that this machine can reach"
-            ) from error
+        return load_flag_model("BGEM3FlagModel", self._name, self._device)
 
 
 def unit_vectors(vectors: ArrayLike) -> Vectors:

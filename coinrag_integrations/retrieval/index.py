@@ -377,36 +377,6 @@ class SpanIndex:
                 )
 
 
-def open_for_upkeep(client: ClientAPI | ChromaFolder, name: str, mark: Path) -> SpanIndex | None:
-    """An index whose rows can be listed and deleted, whoever embedded them; None if there is none.
-
-    Raises:
-        SpanIndexError: Chroma fails.
-    """
-    api = client.client if isinstance(client, ChromaFolder) else client
-    with guard(f"list the collections of {name!r}"):
-        found = {it.name: it.metadata or {} for it in api.list_collections()}
-    metadata = found.get(f"{name}_chunks")
-    if metadata is None:
-        return None
-    return SpanIndex(client, _AnyEmbedder(str(metadata.get("coinrag_embedder"))), name, mark=mark)
-
-
-@dataclass(frozen=True, slots=True)
-class _AnyEmbedder:
-    """Stands for the embedder of rows that are only looked after."""
-
-    embedder_id: str
-
-    def embed_documents(self, texts: Sequence[str]) -> Vectors:
-        raise SpanIndexError(
-            f"this needs the embedder {self.embedder_id!r}: open the store with it"
-        )
-
-    def embed_query(self, text: str) -> Vectors:
-        return self.embed_documents([text])
-
-
 def _of_chunks(chunk_ids: Sequence[ChunkId]) -> Where:
     return cast("Where", {"coinrag_chunk_id": {"$in": list(chunk_ids)}})
 

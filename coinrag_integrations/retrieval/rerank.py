@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coinrag_integrations.errors import ModelError
+from coinrag_integrations.retrieval.flag import load_flag_model
 
 BGE_RERANKER = "BAAI/bge-reranker-v2-m3"
 
@@ -53,17 +53,4 @@ class CrossEncoder:
 
     @cached_property
     def _model(self) -> Any:
-        try:
-            from FlagEmbedding import FlagReranker
-        except ImportError as error:
-            raise ModelError(
-                "FlagEmbedding cannot be imported: pip install 'coinrag-integrations[bge]' "
-                f"({error})"
-            ) from error
-        try:
-            return FlagReranker(self.name, use_fp16=False, devices=self._device)
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"cannot load the reranker {self.name!r}: {error}. Give a local folder, or a hub "
-                "name that this machine can reach"
-            ) from error
+        return load_flag_model("FlagReranker", self.name, self._device)

@@ -231,7 +231,7 @@ def test_spans_placed_in_pieces_are_the_spans_placed_at_once(tmp_path, codec):
         chunks = fill(engine, LONG)
         refs = [SpanRef(c.chunk_id, a, a + 5) for a in (0, 9, 20) for c in chunks[:3]]
         plan = plan_prefix(refs)
-        whole = engine._composer.compose([plan], Stopwatch(CPU)).prefix.kv
+        whole = engine._asking.composer.compose([plan], Stopwatch(CPU)).prefix.kv
         stage, found = engine.store.stage(refs), torch.full_like(whole, torch.nan)
         pieces = list(_cut(stage, 1))
         reads = [engine.store.start_read(stage, piece) for piece in pieces]
@@ -398,7 +398,7 @@ def test_a_prefix_from_memory_is_the_prefix_from_disk(tmp_path, codec):
     with open_coded(tmp_path, codec, memory_bytes=1 << 20) as engine:
         chunks = fill(engine, LONG)
         plan = engine.plan([SpanRef(c.chunk_id, 3, 20) for c in chunks[:3]])
-        first, second = (engine._composer.compose([plan], Stopwatch(CPU)) for _ in range(2))
+        first, second = (engine._asking.composer.compose([plan], Stopwatch(CPU)) for _ in range(2))
         assert torch.equal(first.prefix.kv, second.prefix.kv)
         n_bytes = 3 * engine.store.codec.n_bytes(17)
         for composed, read, remembered in ((first, n_bytes, 0), (second, 0, n_bytes)):

@@ -203,8 +203,8 @@ def test_the_reason_for_the_end_is_a_stop_id_or_the_length(tmp_path):
         refs = [c.ref() for c in fill(engine)]
         free = engine.answer(WHO, refs, GenerationConfig(max_new_tokens=6))
         assert (free.finish_reason, free.usage.generated) == ("length", 6)
-        ids = frozenset(range(512))
-        engine.model = dataclasses.replace(model, stop_ids=ids)
+    stops = dataclasses.replace(model, stop_ids=frozenset(range(512)))
+    with open_engine(tmp_path, stops) as engine:
         at_once = engine.answer(WHO, refs, GenerationConfig(max_new_tokens=6))
         assert (at_once.finish_reason, at_once.text) == ("stop", "")
         assert at_once.usage.generated == 1

@@ -106,9 +106,9 @@ def test_nothing_is_loaded_before_the_first_text():
 
 def test_an_embedder_that_is_not_there_is_an_error_of_ours(tmp_path):
     pytest.importorskip("FlagEmbedding")
-    with pytest.raises(ModelError, match="cannot load the embedder"):
+    with pytest.raises(ModelError, match="cannot load "):
         BGEM3Embedder(tmp_path, device="cpu").embed_query("text")
-    with pytest.raises(ModelError, match="cannot load the embedder"):
+    with pytest.raises(ModelError, match="cannot load "):
         BGEM3Embedder("no/such-model", device="cpu").embed_query("text")
 
 

@@ -223,7 +223,10 @@ class Catalog:
                     "INSERT OR IGNORE INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),)
                 )
             rows = self._select(query)
-        return bytes.fromhex(rows[0][0])
+        try:
+            return bytes.fromhex(rows[0][0])
+        except ValueError as error:
+            raise StoreError(f"the secret in {self.path} is damaged: {error}") from error
 
     def compact(self) -> None:
         """Give space that is no longer used back to the disk."""

@@ -129,6 +129,7 @@ class Engine:
             covered=self.covered,
             is_stored=self.is_stored,
         )
+        self._kept = KeptPrefixes(max_bytes=self.config.kept_bytes)
         budget = self.config.max_entries
         self._asking = Asking(
             model=model,
@@ -214,12 +215,13 @@ class Engine:
         return covered and self.store.is_uploaded(chunk.chunk_id)
 
     def remove_chunk(self, chunk_id: ChunkId) -> None:
-        """Remove a chunk's KV of every fingerprint. For the one writing process.
+        """Remove a chunk's KV of every fingerprint, also from memory. For the one writing process.
 
         Raises:
             StoreError: the disk, or the remote storage, refuses.
         """
         self.store.forget(chunk_id)
+        self._kept.forget()
         variants.delete_everywhere(self.folder / KV, chunk_id, self.remote, self.scope)
 
     # -- answering -----------------------------------------------------------------------------
@@ -373,7 +375,7 @@ class Engine:
         return Conversations(
             tokenizer=self.model.tokenizer,
             handles=self.handles,
-            kept=KeptPrefixes(max_bytes=self.config.kept_bytes),
+            kept=self._kept,
             prompts=self._prompts,
             chunk=self._repair.chunk,
             asking=self._asking,

@@ -293,6 +293,14 @@ def test_kept_rows_are_bounded_and_can_be_switched_off(model, tmp_path):
         assert engine._conversations.kept.n_bytes == 0
 
 
+def test_what_was_removed_is_not_kept(engine, passage):
+    chunk, marked = passage
+    run(engine.chat(asked(f"Read: {marked()}\nWho?"), FEW))
+    assert engine._conversations.kept.n_bytes > 0
+    engine.remove_chunk(chunk.chunk_id)
+    assert engine._conversations.kept.n_bytes == 0
+
+
 def test_an_answer_that_was_left_early_keeps_what_it_computed(engine):
     stream = engine.chat(asked("Who?"), FEW)
     next(iter(stream))

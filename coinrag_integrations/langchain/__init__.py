@@ -19,13 +19,17 @@ except ImportError as error:
 from coinrag_integrations.langchain._convert import LangChainEmbedder, complete_with
 from coinrag_integrations.langchain.chain import CoinRAGGenerator, create_coinrag_chain
 from coinrag_integrations.langchain.chat_model import ChatCoinRAG
+from coinrag_integrations.langchain.compressor import CoinRAGRerank
 from coinrag_integrations.langchain.ingest import add_documents
+from coinrag_integrations.langchain.llm import CoinRAGLLM
 from coinrag_integrations.langchain.retriever import CoinRAGRetriever
 from coinrag_integrations.langchain.splitter import NuggetTextSplitter
 
 __all__ = [
     "ChatCoinRAG",
     "CoinRAGGenerator",
+    "CoinRAGLLM",
+    "CoinRAGRerank",
     "CoinRAGRetriever",
     "LangChainEmbedder",
     "NuggetTextSplitter",

@@ -1,0 +1,85 @@
+"""The store's model as a LangChain completion LLM. `ChatCoinRAG` is what most applications want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.language_models import LLM
+from langchain_core.outputs import GenerationChunk
+from pydantic import ConfigDict, Field
+
+from coinrag_integrations import _adapters
+from coinrag_integrations.engine import AnswerStream, strip_handles
+from coinrag_integrations.rag import CoinRAG
+
+
+class CoinRAGLLM(LLM):
+    """Goes on after a text, without a chat template; marked passages are read as KV.
+
+    >>> CoinRAGLLM(rag=rag, max_tokens=32).invoke("The tidal organ was built by")
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    rag: CoinRAG = Field(exclude=True, repr=False)
+    max_tokens: int = Field(default=256, gt=0)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: list[str] | None = None
+    use_kv: bool = True
+
+    @property
+    def _llm_type(self) -> str:
+        return "coinrag-completion"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Everything that changes an answer: two models that differ share no cache."""
+        engine = self.rag.engine
+        return {
+            "model_name": engine.model.name,
+            "fingerprint": engine.fingerprint.digest,
+            "scope": str(engine.scope),
+            **_adapters.call_options(self, {}, also=("stop",)),
+        }
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own tokens of a text; handles are none."""
+        return list(self.rag.engine.model.tokenizer.encode(strip_handles(text)).ids)
+
+    def _call(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> str:
+        return strip_handles("".join(self._open(prompt, stop, kwargs)))
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        stream = self._open(prompt, stop, kwargs)
+        try:
+            for piece in stream:
+                chunk = GenerationChunk(text=piece)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        finally:
+            stream.close()
+        report = {"coinrag": _adapters.report_of(stream.answer)}
+        yield GenerationChunk(text="", generation_info=report)
+
+    def _open(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerStream:
+        options = _adapters.call_options(self, kwargs)
+        generation = _adapters.generation_of(options, self.stop if stop is None else stop)
+        return self.rag.engine.complete(prompt, generation, use_kv=options["use_kv"])

@@ -70,7 +70,8 @@ def test_gold_answers_stand_in_their_supporting_articles() -> None:
 
 
 def test_both_frameworks_return_the_same_spans_of_the_demo_corpus(demo_store: CoinRAG) -> None:
-    llama, lang = LlamaIndexRetriever(demo_store), LangChainRetriever(rag=demo_store)
+    llama = LlamaIndexRetriever(demo_store)
+    lang = LangChainRetriever(rag=demo_store, render="text")
     hits = 0
     for item in QUESTIONS:
         nodes, documents = llama.retrieve(item.question), lang.invoke(item.question)

@@ -7,6 +7,7 @@ write all of that. Chunks carry their document's metadata, so conditions hold fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import ceil, floor, isfinite
 from typing import Any
 
 from coinrag_integrations.errors import ConfigError
@@ -65,7 +66,7 @@ def _one(key: str, value: Any) -> Condition | None:
         known = ", ".join((*_JOINED, *_ONE, *_MANY))
         raise ConfigError(f"{key!r:.80} is no key or operator of a filter: operators are {known}")
     if not isinstance(value, Mapping):
-        return {key: {"$eq": _scalar(key, value)}}
+        return _operator(key, "$eq", value)
     return all_of(_operator(key, operator, operand) for operator, operand in value.items())
 
 
@@ -74,9 +75,13 @@ def _operator(key: str, operator: str, operand: Any) -> Condition | None:
         if not isinstance(operand, list | tuple | set | frozenset):
             raise ConfigError(f"{operator} on {key!r} needs a list: got {operand!r:.80}")
         by_type: dict[type, list[Any]] = {}
+        parts: list[Condition | None] = []
         for value in operand:
-            by_type.setdefault(type(_scalar(key, value)), []).append(value)
-        parts: list[Condition | None] = [{key: {operator: values}} for values in by_type.values()]
+            if _is_fraction(_scalar(key, value)):
+                parts.append(_against_fraction(key, "$eq" if operator == "$in" else "$ne", value))
+            else:
+                by_type.setdefault(type(value), []).append(value)
+        parts += [{key: {operator: values}} for values in by_type.values()]
         return any_of(parts) if operator == "$in" else all_of(parts)
     if operator not in _ONE:
         known = ", ".join((*_ONE, *_MANY))
@@ -86,7 +91,32 @@ def _operator(key: str, operator: str, operand: Any) -> Condition | None:
     value = _scalar(key, operand)
     if operator in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{operator} on {key!r} compares numbers only: got {value!r:.80}")
+    if _is_fraction(value):
+        return _against_fraction(key, operator, float(value))
     return {key: {operator: value}}
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, float) and isfinite(value) and not value.is_integer()
+
+
+def _against_fraction(key: str, operator: str, value: float) -> Condition | None:
+    """Chroma cuts the fraction off before it compares with whole numbers: say what holds for these."""
+    below, above = floor(value), ceil(value)
+    asked: Condition = {key: {operator: value}}
+    also: dict[str, list[Condition]] = {
+        "$eq": [{key: {"$gt": below}}, {key: {"$lt": above}}],
+        "$gte": [{key: {"$gt": below}}],
+        "$lte": [{key: {"$lt": above}}],
+    }
+    instead: dict[str, list[Condition]] = {
+        "$ne": [{key: {"$eq": below}}, {key: {"$eq": above}}],
+        "$gt": [{key: {"$gte": above}}],
+        "$lt": [{key: {"$lte": below}}],
+    }
+    if operator in also:
+        return all_of([asked, *also[operator]])
+    return any_of([asked, *instead[operator]])
 
 
 def _scalar(key: str, value: Any) -> str | int | float | bool:

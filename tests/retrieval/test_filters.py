@@ -22,6 +22,8 @@ ROWS = [
     {"name": "c", "year": 1923.5},
     {"year": 1950, "open": False},
     {"name": "a"},
+    {"year": -3},
+    {"year": -3.5},
 ]
 COMPARE = {
     "$eq": operator.eq,
@@ -44,7 +46,10 @@ def index(model):
 
 
 def found(index, condition) -> set[int]:
-    return {int(it.document_id) for it in index.search("row", RetrievalConfig(where=condition))}
+    return {
+        int(it.document_id)
+        for it in index.search("row", RetrievalConfig(n_chunks=20, n_nuggets=20, where=condition))
+    }
 
 
 def holds(condition, row) -> bool:
@@ -75,7 +80,7 @@ def _same(there, operand) -> bool:
     return there == operand and isinstance(there, bool) == isinstance(operand, bool)
 
 
-names, years = st.sampled_from("abz"), st.sampled_from([1900, 1923, 1923.5, 2000])
+names, years = st.sampled_from("abz"), st.sampled_from([1900, 1923, 1923.0, 1923.5, 2000, -3, -3.5])
 leaves = st.one_of(
     st.fixed_dictionaries({"name": names}),
     st.fixed_dictionaries({"name": names, "year": years}),

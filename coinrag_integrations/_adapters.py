@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from coinrag_integrations.engine import Answer, GenerationConfig, Timings, Usage
+from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG, ReplyStream
 from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, where_of
@@ -145,6 +146,15 @@ def span_or_text(
     except ConfigError as error:
         logger.info("read as text: %s", error)
         return text
+
+
+def altered(
+    found: Sequence[ScoredSpan | str], metadata: Sequence[Mapping[str, Any]]
+) -> dict[Reason, int]:
+    """How many texts are read as text although their metadata say that they are spans."""
+    pairs = zip(found, metadata, strict=True)
+    n = sum(isinstance(it, str) and is_span(described) for it, described in pairs)
+    return {"altered": n} if n else {}
 
 
 def read_nuggets(metadata: Mapping[str, Any], text: str, owner: str) -> tuple[Nugget, ...]:

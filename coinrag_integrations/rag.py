@@ -10,7 +10,7 @@ It joins an engine, an index and a nugget proposer, and remembers in the store h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from coinrag_integrations.engine import (
     LoadedModel,
     load_model,
 )
+from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.engine.model import DType
 from coinrag_integrations.engine.prompt import check_question
 from coinrag_integrations.engine.store import Limits
@@ -71,10 +72,15 @@ class ReplyStream:
     """Iterates over the text of a reply; `reply` is complete once it has ended."""
 
     def __init__(
-        self, stream: AnswerStream, spans: Sequence[ScoredSpan], retrieve_ms: float
+        self,
+        stream: AnswerStream,
+        spans: Sequence[ScoredSpan],
+        retrieve_ms: float,
+        refused: Mapping[Reason, int] | None = None,
     ) -> None:
         """Nothing is generated before the first piece is asked for."""
         self._stream, self._spans, self._retrieve_ms = stream, tuple(spans), retrieve_ms
+        self._refused = dict(refused or {})
 
     def __iter__(self) -> Iterator[str]:
         """The stream itself."""
@@ -93,7 +99,8 @@ class ReplyStream:
         """What has been answered so far."""
         answer = self._stream.answer
         timings = replace(answer.timings, retrieve_ms=self._retrieve_ms)
-        return Reply(answer=replace(answer, timings=timings), spans=self._spans)
+        answer = replace(answer, timings=timings, refused=self._refused)
+        return Reply(answer=answer, spans=self._spans)
 
 
 class CoinRAG:
@@ -299,10 +306,12 @@ class CoinRAG:
         *,
         generation: GenerationConfig | None = None,
         retrieve_ms: float = 0.0,
+        refused: Mapping[Reason, int] | None = None,
     ) -> ReplyStream:
         """Answer from spans that were retrieved before, best first, and from texts of elsewhere.
 
-        Mode "full" reads the spans' whole chunks, and no other texts.
+        Mode "full" reads the spans' whole chunks, and no other texts. `refused` says of the answer
+        how many of the texts should have been spans.
         """
         generation = generation or self.generation
         spans = [it for it in context if isinstance(it, ScoredSpan)]
@@ -312,7 +321,7 @@ class CoinRAG:
         else:
             pieces = [it.ref if isinstance(it, ScoredSpan) else it for it in context]
             stream = self.engine.stream(question, pieces, generation)
-        return ReplyStream(stream, spans, retrieve_ms)
+        return ReplyStream(stream, spans, retrieve_ms, refused)
 
     def close(self) -> None:
         """Close the engine's files, and the index if it lies in the store."""

@@ -128,6 +128,16 @@ async def ticks_during(work: Awaitable[T]) -> tuple[T, int]:
         ticker.cancel()
 
 
+async def leaving_the_loop_free(work: Awaitable[T]) -> T:
+    """The result of `work`, which takes a while, and beside which the event loop goes on."""
+    begin = time.perf_counter()
+    result, ticks = await ticks_during(work)
+    spent = time.perf_counter() - begin
+    assert spent > 0.1, "too short to tell"
+    assert ticks >= 0.5 * spent / 0.01 - 2
+    return result
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a fresh interpreter."""
     return subprocess.run(

@@ -150,6 +150,13 @@ def tiny_xlmr(folder: Path, **options: object) -> transformers.XLMRobertaConfig:
     )
 
 
+def save_tiny_reranker(folder: Path) -> Path:
+    """A random cross-encoder with the files that FlagEmbedding reads."""
+    config = tiny_xlmr(folder, num_labels=1)
+    transformers.XLMRobertaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
 class HashEmbedder:
     """Unit vectors from hashed words: texts that share words are near each other."""
 

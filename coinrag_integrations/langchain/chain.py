@@ -253,7 +253,13 @@ def open_stream(
     if not documents:
         return None
     context = [context_of(document) for document in documents]
-    return rag.stream_spans(question, context, generation=generation, retrieve_ms=retrieve_ms)
+    return rag.stream_spans(
+        question,
+        context,
+        generation=generation,
+        retrieve_ms=retrieve_ms,
+        refused=_adapters.altered(context, [document.metadata for document in documents]),
+    )
 
 
 def _iterate(stream: ReplyStream | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from llama_index_instrumentation import get_dispatcher
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.engine import GenerationConfig, strip_handles
+from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.llamaindex.events import composing
 from coinrag_integrations.llamaindex.llm import CoinRAGLLM, completion_of
 from coinrag_integrations.llamaindex.prompt_helper import MarkedPromptHelper
@@ -155,15 +157,20 @@ class CoinRAGSynthesizer(BaseSynthesizer):
         context = [_context(node) for node in nodes]
         return composing(
             lambda: self._rag.stream_spans(
-                query.query_str, context, generation=self._generation, retrieve_ms=retrieve_ms
+                query.query_str,
+                context,
+                generation=self._generation,
+                retrieve_ms=retrieve_ms,
+                refused=_adapters.altered(context, [node.node.metadata for node in nodes]),
             )
         )
 
     def _open_texts(self, question: str, texts: Sequence[str]) -> ReplyStream:
-        resolve = self._rag.engine.handles.resolve
-        refs = [piece for text in texts for piece in resolve(text).pieces]
+        resolved = [self._rag.engine.handles.resolve(text) for text in texts]
+        refused = sum((Counter(it.refused) for it in resolved), Counter[Reason]())
+        pieces = [piece for it in resolved for piece in it.pieces]
         generation = self._generation or self._rag.generation
-        return ReplyStream(self._rag.engine.stream(question, refs, generation), (), 0.0)
+        return ReplyStream(self._rag.engine.stream(question, pieces, generation), (), 0.0, refused)
 
     def _pieces(
         self, question: str, stream: ReplyStream | None, metadata: dict[str, Any]

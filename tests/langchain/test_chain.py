@@ -16,6 +16,7 @@ from coinrag_integrations.langchain import (
     create_coinrag_chain,
 )
 from coinrag_integrations.langchain._convert import span_of
+from coinrag_integrations.langchain.chain import open_stream
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import (
     QUESTION,
@@ -105,6 +106,8 @@ class TestGenerator:
         foreign = Document(id="theirs", page_content="Something else.")
         second.page_content = "The name is hidden."
         answer = generator.invoke({**value, "documents": [first, foreign, second]})
+        stream = open_stream(filled, QUESTION, [first, foreign, second], None)
+        assert stream.reply.answer.refused == {"altered": 1}
         context = [span_of(first), "Something else.", "The name is hidden."]
         assert answer == "".join(filled.stream_spans(QUESTION, context))
 

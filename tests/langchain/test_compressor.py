@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import transformers
 from langchain_classic.retrievers import ContextualCompressionRetriever
 
 from coinrag_integrations.engine import strip_handles
@@ -9,15 +8,12 @@ from coinrag_integrations.langchain import ChatCoinRAG, CoinRAGRerank, CoinRAGRe
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import CrossEncoder
 from tests.adapters import QUESTION
-from tests.tiny import tiny_xlmr
+from tests.tiny import save_tiny_reranker
 
 
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reranker")
-    config = tiny_xlmr(folder, num_labels=1)
-    transformers.XLMRobertaForSequenceClassification(config).save_pretrained(folder)
-    return str(folder)
+    return str(save_tiny_reranker(tmp_path_factory.mktemp("reranker")))
 
 
 async def test_documents_between_retriever_and_model_are_ordered(filled: CoinRAG, reranker: str):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import transformers
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
@@ -17,15 +16,12 @@ from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import CrossEncoder
 from tests.adapters import QUESTION
 from tests.llamaindex.recorder import Recorder
-from tests.tiny import tiny_xlmr
+from tests.tiny import save_tiny_reranker
 
 
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reranker")
-    config = tiny_xlmr(folder, num_labels=1)
-    transformers.XLMRobertaForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    return save_tiny_reranker(tmp_path_factory.mktemp("reranker"))
 
 
 @pytest.fixture

@@ -16,7 +16,13 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Te
 
 from coinrag_integrations.engine import strip_handles
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.llamaindex import CoinRAGQueryEngine, CoinRAGRetriever, NuggetNodeParser
+from coinrag_integrations.llamaindex import (
+    CoinRAGQueryEngine,
+    CoinRAGRetriever,
+    CoinRAGSynthesizer,
+    KVComposeEndEvent,
+    NuggetNodeParser,
+)
 from coinrag_integrations.llamaindex._convert import span_of
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import (
@@ -213,7 +219,7 @@ def test_foreign_and_rewritten_nodes_are_read_as_text(filled: CoinRAG):
     second.node.set_content("The name is hidden.")
     response = engine.synthesize(bundle, [first, foreign, second])
     used = response.metadata["coinrag"]
-    assert used["spans"] == [_triple(first)]
+    assert (used["spans"], used["refused"]) == ([_triple(first)], {"altered": 1})
     shown = strip_handles(second.node.get_content(MetadataMode.LLM))
     assert "The name is hidden." in shown
     context = [span_of(first), "Something else.", shown]
@@ -221,6 +227,17 @@ def test_foreign_and_rewritten_nodes_are_read_as_text(filled: CoinRAG):
     alone = engine.synthesize(bundle, [first]).metadata["coinrag"]["usage"]
     n_read = len(filled.engine.prompt.context(context[1:])[0].ids)
     assert used["usage"]["online"] == alone["online"] + n_read
+
+
+def test_texts_with_marks_are_read_as_kv_and_refusals_are_counted(
+    filled: CoinRAG, recorder: Recorder
+):
+    synthesizer = CoinRAGSynthesizer(filled)
+    first, second, *_ = CoinRAGRetriever(filled).retrieve(QUESTION)
+    texts = [node.node.get_content(MetadataMode.LLM) for node in (first, second)]
+    assert synthesizer.get_response(QUESTION, [texts[0], texts[1].replace("⟦/k⟧", ".")])
+    (event,) = [it for it in recorder.events if isinstance(it, KVComposeEndEvent)]
+    assert (event.n_spans, event.n_refused) == (1, 1)
 
 
 def _triple(node: NodeWithScore) -> list[Any]:

@@ -9,17 +9,14 @@ import transformers
 
 from coinrag_integrations.errors import ModelError
 from coinrag_integrations.retrieval import CrossEncoder
-from tests.tiny import tiny_xlmr
+from tests.tiny import save_tiny_reranker
 
 TEXTS = ["It was built in 1923.", "Rye bread is baked with sourdough.", "x"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reranker")
-    config = tiny_xlmr(folder, num_labels=1)
-    transformers.XLMRobertaForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    return save_tiny_reranker(tmp_path_factory.mktemp("reranker"))
 
 
 def test_scores_are_those_of_the_model_between_0_and_1(folder):

@@ -20,7 +20,7 @@ from coinrag_integrations.engine import Answer, GenerationConfig, Timings, Usage
 from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG, ReplyStream
-from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, where_of
+from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, is_list, where_of
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,9 @@ def read_nuggets(metadata: Mapping[str, Any], text: str, owner: str) -> tuple[Nu
 
 
 def flat_metadata(metadata: Mapping[Any, Any], document_id: str) -> dict[str, Any]:
-    """`metadata` as flat scalars: None is left out, nested values become JSON, others their text.
+    """`metadata` as Chroma keeps it: None is left out, nested values become JSON, others their text.
+
+    Lists of text, of numbers or of booleans stay lists.
 
     Raises:
         DocumentError: a number that is not finite; Chroma would lose it silently.
@@ -199,7 +201,9 @@ def flat_metadata(metadata: Mapping[Any, Any], document_id: str) -> dict[str, An
                 f"metadata {key!r} of document {document_id!r} is {value}: leave it out, or make "
                 "it a finite number"
             )
-        if isinstance(value, Mapping | list | tuple):
+        if is_list(value):
+            flat[str(key)] = value
+        elif isinstance(value, Mapping | list | tuple):
             flat[str(key)] = json.dumps(value, ensure_ascii=False, default=str)
         else:
             flat[str(key)] = value if isinstance(value, str | int | float) else str(value)

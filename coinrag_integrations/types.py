@@ -7,7 +7,7 @@ characters of the text they belong to.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
@@ -15,7 +15,8 @@ from coinrag_integrations.errors import ConfigError, SpanError
 
 ChunkId = NewType("ChunkId", str)
 Scalar = str | int | float | bool
-Metadata = Mapping[str, Scalar]
+# Lists are of one type and not empty.
+Metadata = Mapping[str, Scalar | list[str] | list[int] | list[float] | list[bool]]
 
 
 _MAX_TOKENS = 2**31 - 1
@@ -52,11 +53,16 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text with a stable id. Re-adding the same id replaces the document."""
+    """A text with a stable id. Re-adding the same id replaces the document.
+
+    `vector` is that of the whole text by the store's embedder, if it is known already: the document is
+    then found by it, as long as it is one chunk. The chunks of a longer one are embedded by themselves.
+    """
 
     document_id: str
     text: str
     metadata: Metadata = field(default_factory=dict)
+    vector: Sequence[float] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,8 +20,8 @@ def add_documents(
     """Add documents to the store, or replace those whose id it holds and that changed.
 
     A document's id is its `id`; else `metadata["source"]`, with "#" and `metadata["page"]` if there
-    is one; else a hash of its text. Metadata is kept as flat scalars: None is left out, nested
-    values become JSON.
+    is one; else a hash of its text. Metadata is kept as scalars and lists of one type: None is left
+    out, other nested values become JSON.
 
     Raises:
         DocumentError: a text or a metadata value that cannot be stored, or two different texts of

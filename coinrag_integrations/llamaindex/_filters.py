@@ -23,7 +23,10 @@ _OPERATORS = {
     FilterOperator.LTE: "$lte",
     FilterOperator.IN: "$in",
     FilterOperator.NIN: "$nin",
+    FilterOperator.CONTAINS: "$contains",
 }
+# Of lists: whether any, or each, of the values given is in it.
+_OF_LISTS = {FilterOperator.ANY: any_of, FilterOperator.ALL: all_of}
 # Those whose opposites hold for rows without the key, as the opposite of a condition must.
 _OPPOSITES = {
     FilterOperator.EQ: FilterOperator.NE,
@@ -62,9 +65,12 @@ def _each(
 
 
 def _holds(filter_: MetadataFilter) -> Condition | None:
+    if join := _OF_LISTS.get(filter_.operator):
+        values = filter_.value if isinstance(filter_.value, list) else [filter_.value]
+        return join([where_of({filter_.key: {"$contains": value}}) for value in values])
     operator = _OPERATORS.get(filter_.operator)
     if operator is None:
-        known = ", ".join(it.value for it in _OPERATORS)
+        known = ", ".join(it.value for it in (*_OPERATORS, *_OF_LISTS))
         raise ConfigError(
             f"Chroma has no filter {filter_.operator.value!r} (on {filter_.key!r}): use one of {known}"
         )

@@ -36,7 +36,7 @@ def add_documents(
 
     LlamaIndex gives a document without an id a random one, which is new every time: for documents
     that will be added again, set `doc_id`, or read them with `filename_as_id=True`. Metadata is
-    kept as flat scalars: None is left out, nested values become JSON.
+    kept as scalars and lists of one type: None is left out, other nested values become JSON.
 
     Raises:
         DocumentError: a text or a metadata value that cannot be stored.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coinrag_integrations.retrieval.chroma import clean_metadata, open_client, pages
+from coinrag_integrations.retrieval.chroma import clean_metadata, is_list, open_client, pages
 from coinrag_integrations.retrieval.embedders import BGEM3Embedder, Embedder, MiniLMEmbedder
 from coinrag_integrations.retrieval.filters import Condition, all_of, any_of, where_of
 from coinrag_integrations.retrieval.folder import ChromaFolder
@@ -21,6 +21,7 @@ __all__ = [
     "all_of",
     "any_of",
     "clean_metadata",
+    "is_list",
     "open_client",
     "pages",
     "where_of",

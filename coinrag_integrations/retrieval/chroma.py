@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from coinrag_integrations.errors import ConfigError, SpanIndexError
-from coinrag_integrations.types import Metadata, Scalar
+from coinrag_integrations.types import Metadata
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -68,13 +68,13 @@ def pages(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
         yield items[start : start + size]
 
 
-def clean_metadata(metadata: Metadata | dict[str, Any]) -> dict[str, Scalar]:
+def clean_metadata(metadata: Metadata | Mapping[str, Any]) -> dict[str, Any]:
     """What Chroma can hold of `metadata`: None is left out.
 
     Raises:
         SpanIndexError: a key or value that would be refused, or silently lost (NaN, infinity, nested).
     """
-    clean: dict[str, Scalar] = {}
+    clean: dict[str, Any] = {}
     for key, value in metadata.items():
         if value is None:
             continue
@@ -83,18 +83,25 @@ def clean_metadata(metadata: Metadata | dict[str, Any]) -> dict[str, Scalar]:
                 f"metadata key {_shown(key)} cannot be kept: keys are text, not empty, do not begin "
                 f"with '$' or '#', and are not {_RESERVED!r}"
             )
-        # Larger integers would come back as floats, NaN and infinity would vanish.
-        kept = isinstance(value, str) or (
-            isinstance(value, int | float)
-            and abs(value) < (2**63 if isinstance(value, int) else inf)
-        )
-        if not kept:
+        if not (is_list(value) if isinstance(value, list) else _is_kept(value)):
             raise SpanIndexError(
-                f"metadata {_shown(key)} is {_shown(value)}: only text, booleans and finite numbers "
-                "of 64 bits can be kept"
+                f"metadata {_shown(key)} is {_shown(value)}: only text, booleans, finite numbers of "
+                "64 bits and lists of one of them can be kept"
             )
         clean[key] = value
     return clean
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list that Chroma keeps: not empty, of text, of booleans or of numbers."""
+    return isinstance(value, list) and len(set(map(type, value))) == 1 and all(map(_is_kept, value))
+
+
+def _is_kept(value: Any) -> bool:
+    # Larger integers would come back as floats, NaN and infinity would vanish.
+    return isinstance(value, str) or (
+        isinstance(value, int | float) and abs(value) < (2**63 if isinstance(value, int) else inf)
+    )
 
 
 def _shown(value: object) -> str:

@@ -19,6 +19,7 @@ NOTHING: Condition = {"coinrag_chunk_id": {"$eq": ""}}
 _ONE = ("$eq", "$ne", "$gt", "$gte", "$lt", "$lte")
 _NUMBERS = ("$gt", "$gte", "$lt", "$lte")
 _MANY = ("$in", "$nin")
+_LISTS = ("$contains", "$not_contains")
 _JOINED = ("$and", "$or")
 
 
@@ -63,7 +64,7 @@ def _one(key: str, value: Any) -> Condition | None:
         join = all_of if key == "$and" else any_of
         return join([where_of(it) for it in value])
     if not isinstance(key, str) or not key or key.startswith("$"):
-        known = ", ".join((*_JOINED, *_ONE, *_MANY))
+        known = ", ".join((*_JOINED, *_ONE, *_MANY, *_LISTS))
         raise ConfigError(f"{key!r:.80} is no key or operator of a filter: operators are {known}")
     if not isinstance(value, Mapping):
         return _operator(key, "$eq", value)
@@ -83,8 +84,10 @@ def _operator(key: str, operator: str, operand: Any) -> Condition | None:
                 by_type.setdefault(type(value), []).append(value)
         parts += [{key: {operator: values}} for values in by_type.values()]
         return any_of(parts) if operator == "$in" else all_of(parts)
+    if operator in _LISTS:
+        return {key: {operator: _scalar(key, operand)}}
     if operator not in _ONE:
-        known = ", ".join((*_ONE, *_MANY))
+        known = ", ".join((*_ONE, *_MANY, *_LISTS))
         raise ConfigError(
             f"{operator!r:.80} on {key!r} is no operator of Chroma: use one of {known}"
         )

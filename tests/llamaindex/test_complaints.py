@@ -60,7 +60,7 @@ def test_none_lists_and_nested_metadata_come_back(rag: CoinRAG):
     add_documents(rag, [Document(id_="d", text="The mill is red.", metadata=metadata)])
     found = CoinRAGRetriever(rag).retrieve("mill")[0].node.metadata
     ours = {key: value for key, value in found.items() if not key.startswith("coinrag_")}
-    assert ours == {"tags": '["a", "b"]', "nested": '{"x": 1}', "n": 3, "empty": "[]"}
+    assert ours == {"tags": ["a", "b"], "nested": '{"x": 1}', "n": 3, "empty": "[]"}
 
 
 def test_ingesting_again_doubles_nothing_and_leaves_nothing_old(filled: CoinRAG, documents):

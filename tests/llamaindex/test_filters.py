@@ -23,12 +23,13 @@ ROWS = {
     "a": {"name": "a", "year": 1900},
     "b": {"name": "b", "year": 1923},
     "c": {"name": "c", "year": 1950},
-    "d": {"year": 1950},
-    "e": {"name": "a"},
+    "d": {"year": 1950, "tags": ["x", "y"]},
+    "e": {"name": "a", "tags": ["y"]},
 }
 NUMBERS = [FilterOperator.GT, FilterOperator.GTE, FilterOperator.LT, FilterOperator.LTE]
 EXACT = [FilterOperator.EQ, FilterOperator.NE]
 LISTS = [FilterOperator.IN, FilterOperator.NIN]
+OF_LISTS = [FilterOperator.ANY, FilterOperator.ALL]
 
 
 @pytest.fixture
@@ -54,9 +55,18 @@ numbers = st.builds(
     value=st.sampled_from([1900, 1923, 2000]),
     operator=st.sampled_from(NUMBERS),
 )
+tag = st.sampled_from(["x", "y", "z"])
+tags = st.builds(
+    MetadataFilter,
+    key=st.just("tags"),
+    value=st.lists(tag, min_size=1, max_size=2),
+    operator=st.sampled_from(OF_LISTS),
+) | st.builds(
+    MetadataFilter, key=st.just("tags"), value=tag, operator=st.just(FilterOperator.CONTAINS)
+)
 joined = st.builds(
     MetadataFilters,
-    filters=st.lists(exact | lists | numbers, min_size=1, max_size=3),
+    filters=st.lists(exact | lists | numbers | tags, min_size=1, max_size=3),
     condition=st.sampled_from([FilterCondition.AND, FilterCondition.OR]),
 )
 negated = st.builds(
@@ -104,7 +114,11 @@ def test_no_filters_find_everything(rows: CoinRAG):
 
 @pytest.mark.parametrize(
     "operator",
-    [it for it in FilterOperator if it not in (*NUMBERS, *EXACT, *LISTS)],
+    [
+        it
+        for it in FilterOperator
+        if it not in (*NUMBERS, *EXACT, *LISTS, *OF_LISTS, FilterOperator.CONTAINS)
+    ],
 )
 def test_operators_that_chroma_lacks_are_named(rows: CoinRAG, operator: FilterOperator):
     filters = MetadataFilters(filters=[MetadataFilter(key="name", value="a", operator=operator)])

@@ -161,10 +161,14 @@ def test_pages_hold_every_item_once_and_at_most_so_many():
     assert list(pages([], 3)) == []
 
 
-def test_clean_metadata_are_scalars():
+def test_clean_metadata_are_scalars_and_lists_of_one_type():
     value = {"a": 1, "b": 1.5, "c": "x", "d": True, "e": None}
     assert clean_metadata(value) == {"a": 1, "b": 1.5, "c": "x", "d": True}
     for bad in (float("nan"), float("inf"), [], {}, (), b"x", 1 << 63, -(1 << 63) - 1):
         with pytest.raises(SpanIndexError, match="metadata 'k' is"):
             clean_metadata({"k": bad})
-    assert clean_metadata({"k": (1 << 63) - 1}) == {"k": (1 << 63) - 1}
+    for bad in ([1, "a"], [1, 2.0], [True, 1], [None], [float("nan")], [1 << 63], [[1]], [{}]):
+        with pytest.raises(SpanIndexError, match="metadata 'k' is"):
+            clean_metadata({"k": bad})
+    for good in ((1 << 63) - 1, ["a"], [1, 2], [1.5], [True, False]):
+        assert clean_metadata({"k": good}) == {"k": good}

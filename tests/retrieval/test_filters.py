@@ -21,8 +21,8 @@ ROWS = [
     {"name": "b", "year": 1923, "open": True},
     {"name": "c", "year": 1923.5},
     {"year": 1950, "open": False},
-    {"name": "a"},
-    {"year": -3},
+    {"name": "a", "tags": ["x", "y"]},
+    {"year": -3, "tags": ["y"]},
     {"year": -3.5},
 ]
 COMPARE = {
@@ -71,6 +71,8 @@ def holds(condition, row) -> bool:
 def _holds(there, op, operand) -> bool:
     if op in ("$in", "$nin"):
         return any(_same(there, it) for it in operand) == (op == "$in")
+    if op in ("$contains", "$not_contains"):
+        return (operand in (there or ())) == (op == "$contains")
     if op in ("$eq", "$ne"):
         return _same(there, operand) == (op == "$eq")
     return isinstance(there, int | float) and COMPARE[op](there, operand)
@@ -90,6 +92,9 @@ leaves = st.one_of(
     st.dictionaries(
         st.sampled_from(["$in", "$nin"]), st.lists(names | years, max_size=3), min_size=1
     ).map(lambda v: {"name": v}),
+    st.dictionaries(
+        st.sampled_from(["$contains", "$not_contains"]), st.sampled_from("xyz"), min_size=1
+    ).map(lambda v: {"tags": v}),
     st.just({}),
 )
 conditions = st.recursive(

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from coinrag_integrations.engine import Engine
 from coinrag_integrations.engine.fingerprint import canonical_digest
 from coinrag_integrations.engine.store import Catalog
@@ -25,6 +27,7 @@ from coinrag_integrations.errors import DocumentError, SpanIndexError, StoreErro
 from coinrag_integrations.files import sweep
 from coinrag_integrations.nuggets import NuggetProposer, extract_nuggets
 from coinrag_integrations.retrieval import SpanIndex, clean_metadata, pages
+from coinrag_integrations.retrieval.embedders import Vectors
 from coinrag_integrations.types import Chunk, ChunkId, Document
 
 logger = logging.getLogger(__name__)
@@ -139,7 +142,7 @@ class Ingestor:
             chunks = (catalog.chunk(i) for i in sorted(catalog.live(interruption.chunk_ids)))
         n_chunks = 0
         while page := list(islice(chunks, _INDEX_PAGE)):
-            self.index.put(page)
+            self.put_rows(page)
             n_chunks += len(page)
         self.index.end_mending()
         return n_chunks
@@ -175,7 +178,18 @@ class Ingestor:
             return
         missing = (it for it in self.engine.catalog.chunks() if it.chunk_id not in there)
         while page := list(islice(missing, _INDEX_PAGE)):
-            self.index.put(page)
+            self.put_rows(page)
+
+    def put_rows(self, chunks: Sequence[Chunk]) -> None:
+        """Index chunks of documents that are there, by the vectors that they came with if they did.
+
+        For the one writing process.
+
+        Raises:
+            StoreError, SpanIndexError: the disk or Chroma refuses.
+        """
+        ids = [chunk.chunk_id for chunk in chunks]
+        self.index.put(chunks, self.engine.catalog.vectors(ids))
 
     def _delete(self, document_id: str) -> bool:
         known = self.engine.catalog.delete_document(document_id)
@@ -223,11 +237,12 @@ class Ingestor:
         catalog = self.engine.catalog
         chunks = [chunk for item in group for chunk in item.chunks]
         for item in group:
-            catalog.begin_document(item.document.document_id, item.content, item.chunks)
+            document = item.document
+            catalog.begin_document(document.document_id, item.content, item.chunks, document.vector)
         self._encode([c for c in chunks if not self.engine.is_stored(c)], report, tell)
         n_rows = len(chunks) + sum(len(chunk.nuggets) for chunk in chunks)
         with self.engine.disk.room(self.engine.scope.tenant, n_rows * _ROW_BYTES):
-            self.index.put(chunks)
+            self.index.put(chunks, _vectors(group))
         for item in group:
             if item.chunks:
                 catalog.finish_document(item.document.document_id, item.content)
@@ -263,15 +278,26 @@ class Ingestor:
 
     def _content(self, document: Document) -> str:
         """Changes when anything that ends up in the store would."""
-        return canonical_digest(
-            {
-                "text": hashlib.sha256(document.text.encode()).hexdigest(),
-                "metadata": dict(document.metadata),
-                "proposer": self.proposer.proposer_id,
-                "coverage": self.engine.config.coverage,
-                "chunk_tokens": self.engine.config.chunk_tokens,
-            }
-        )
+        value = {
+            "text": hashlib.sha256(document.text.encode()).hexdigest(),
+            "metadata": dict(document.metadata),
+            "proposer": self.proposer.proposer_id,
+            "coverage": self.engine.config.coverage,
+            "chunk_tokens": self.engine.config.chunk_tokens,
+        }
+        if document.vector is not None:
+            vector = np.asarray(document.vector, dtype=np.float32)
+            value["vector"] = hashlib.sha256(vector.tobytes()).hexdigest()
+        return canonical_digest(value)
+
+
+def _vectors(group: Sequence[_Item]) -> dict[ChunkId, Vectors]:
+    """The vectors that documents came with, for those of one chunk."""
+    return {
+        item.chunks[0].chunk_id: np.asarray(item.document.vector, dtype=np.float32)
+        for item in group
+        if item.document.vector is not None and len(item.chunks) == 1
+    }
 
 
 def remove_chunks(

@@ -122,7 +122,7 @@ def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
             for chunk in chunks
             if chunk.chunk_id not in rows or (chunk.nuggets and chunk.chunk_id not in nugget_rows)
         ]
-        index.put(unindexed)
+        rag.ingestor.put_rows(unindexed)
         index.delete(sorted((rows | nugget_rows) - live))
         for chunk_id in set(engine.store) - live:
             engine.remove_chunk(chunk_id)

@@ -6,7 +6,7 @@ chunks' (CoinRAG, arXiv 2608.07458). What comes back are span triples; KV is som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from coinrag_integrations.errors import ConfigError, SpanIndexError
 from coinrag_integrations.retrieval.chroma import guard, pages
-from coinrag_integrations.retrieval.embedders import Embedder, Vectors
+from coinrag_integrations.retrieval.embedders import Embedder, Vectors, unit_vectors
 from coinrag_integrations.retrieval.filters import NOTHING, Condition, where_of
 from coinrag_integrations.retrieval.folder import ChromaFolder
 from coinrag_integrations.retrieval.interruption import Interruption
@@ -95,14 +95,24 @@ class SpanIndex:
         with self._folder.writing() if self._folder else nullcontext():
             yield
 
-    def put(self, chunks: Sequence[Chunk]) -> None:
+    def put(
+        self, chunks: Sequence[Chunk], vectors: Mapping[ChunkId, Vectors] | None = None
+    ) -> None:
         """Index chunks with their nuggets, replacing rows of the same ids. Nuggets come first.
+
+        `vectors` ([d] each) are those of chunks that need not be embedded.
 
         Raises:
             SpanIndexError: Chroma fails, or metadata that it cannot hold.
         """
+        known = vectors or {}
         nuggets = self._embedded([row for chunk in chunks for row in nugget_rows(chunk)])
-        rows = self._embedded([chunk_row(chunk) for chunk in chunks])
+        rows = self._embedded([chunk_row(c) for c in chunks if c.chunk_id not in known])
+        rows += [
+            (chunk_row(c), unit_vectors([known[c.chunk_id]])[0])
+            for c in chunks
+            if c.chunk_id in known
+        ]
         # Upsert would merge metadata and keep rows of former nuggets, so replaced rows go first.
         chunk_ids = [chunk.chunk_id for chunk in chunks]
         with self._changing(chunk_ids):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coinrag_integrations.errors import ChunkNotFoundError, FingerprintMismatchError, StoreError
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, Span
@@ -39,10 +40,15 @@ CREATE TABLE IF NOT EXISTS chunks (
     PRIMARY KEY (document_id, content, position)
 );
 CREATE INDEX IF NOT EXISTS chunks_by_id ON chunks (chunk_id);
+CREATE TABLE IF NOT EXISTS vectors (
+    document_id TEXT NOT NULL, content TEXT NOT NULL, vector BLOB NOT NULL,
+    PRIMARY KEY (document_id, content)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS garbage (chunk_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pins (document_id TEXT PRIMARY KEY) WITHOUT ROWID;
 COMMIT;
 """
+_NEWEST = "name = 'vectors'"  # the table that came last: catalogs of before lack it
 _COLUMNS = (
     "document_id, content, position, chunk_id, char_start, text, token_ids, offsets, nuggets, "
     "metadata"
@@ -72,7 +78,7 @@ class Catalog:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA secure_delete=ON")  # deleted texts are not left in the file
-            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchall():
+            if not self._db.execute(f"SELECT 1 FROM sqlite_master WHERE {_NEWEST}").fetchall():
                 self._db.executescript(_SCHEMA)
         try:
             self._check({"schema": _SCHEMA_VERSION, **(expected or {})})
@@ -91,13 +97,27 @@ class Catalog:
         """Ids of all documents, sorted."""
         return [row[0] for row in self._select("SELECT document_id FROM documents ORDER BY 1")]
 
-    def begin_document(self, document_id: str, content: str, chunks: Sequence[Chunk]) -> None:
-        """Begin a version of a document. The finished one, if any, stays until this is finished."""
+    def begin_document(
+        self,
+        document_id: str,
+        content: str,
+        chunks: Sequence[Chunk],
+        vector: Sequence[float] | None = None,
+    ) -> None:
+        """Begin a version of a document. The finished one, if any, stays until this is finished.
+
+        `vector` is the document's, if it came with one (`Document.vector`).
+        """
         slots = ", ".join("?" * len(_COLUMNS.split(",")))
         rows = [_row(document_id, content, i, chunk) for i, chunk in enumerate(chunks)]
         with self._guard(), self._db:
             self._remove(f"document_id = ? AND (content = ? OR {_BEGUN})", document_id, content)
             self._db.executemany(f"INSERT INTO chunks ({_COLUMNS}) VALUES ({slots})", rows)
+            if vector is not None:
+                blob = np.asarray(vector, dtype=np.float32).tobytes()
+                self._db.execute(
+                    "INSERT INTO vectors VALUES (?, ?, ?)", (document_id, content, blob)
+                )
 
     def is_begun(self, document_id: str) -> bool:
         """Whether there is a version of the document that was never finished."""
@@ -194,6 +214,23 @@ class Catalog:
             yield from page
             last = (page[-1].document_id, page[-1].index)
 
+    def vectors(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, NDArray[np.float32]]:
+        """The vectors that documents came with that are there and of one chunk: [d] each."""
+        found: dict[ChunkId, NDArray[np.float32]] = {}
+        for start in range(0, len(chunk_ids), _IN_PAGE):
+            page = chunk_ids[start : start + _IN_PAGE]
+            slots = ", ".join("?" * len(page))
+            query = (
+                f"SELECT min(chunk_id), vector FROM {_LIVE} JOIN vectors USING (document_id, content) "
+                f"WHERE document_id IN (SELECT document_id FROM chunks WHERE chunk_id IN ({slots})) "
+                "GROUP BY document_id HAVING count(*) = 1"
+            )
+            found |= {
+                ChunkId(chunk_id): np.frombuffer(blob, dtype=np.float32)
+                for chunk_id, blob in self._select(query, *page)
+            }
+        return found
+
     def garbage(self) -> list[ChunkId]:
         """Chunks of no version of any document: to be removed from files and index, then purged."""
         query = "SELECT chunk_id FROM garbage WHERE chunk_id NOT IN (SELECT chunk_id FROM chunks)"
@@ -270,6 +307,7 @@ class Catalog:
         query = f"INSERT OR IGNORE INTO garbage SELECT chunk_id FROM chunks WHERE {where}"
         self._db.execute(query, values)
         self._db.execute(f"DELETE FROM chunks WHERE {where}", values)
+        self._db.execute(f"DELETE FROM vectors WHERE {where}", values)
 
     def _select(self, query: str, *values: Any) -> list[Any]:
         with self._guard():

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from coinrag_integrations.errors import ConfigError, SpanIndexError
+from coinrag_integrations.errors import SpanIndexError
 from coinrag_integrations.retrieval.chroma import guard, pages
+from coinrag_integrations.retrieval.config import RetrievalConfig
 from coinrag_integrations.retrieval.embedders import Embedder, Vectors, unit_vectors
 from coinrag_integrations.retrieval.filters import NOTHING, Condition, where_of
 from coinrag_integrations.retrieval.folder import ChromaFolder
 from coinrag_integrations.retrieval.interruption import Interruption
-from coinrag_integrations.retrieval.rows import Row, chunk_row, nugget_rows, scored
-from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan, SpanRef
+from coinrag_integrations.retrieval.rows import Row, best_first, chunk_row, nugget_rows, scored
+from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -35,26 +36,6 @@ _TIES = 16
 # opens it, even one that only searches: unmarked, unsynced, and for nothing. Adding takes no longer.
 _AT_ONCE: CreateHNSWConfiguration = {"sync_threshold": 1, "batch_size": 1}
 _IN_PAGE = 10_000  # values of one `$in`: SQLite allows 32,766 variables a query
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetrievalConfig:
-    """How wide to search: `n_chunks` bounds stage one, `n_nuggets` stage two (paper: 5 and 10).
-
-    `where` is a condition on documents' metadata (see `filters.where_of`).
-    """
-
-    n_chunks: int = 5
-    n_nuggets: int = 10
-    where: Condition | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse searches for nothing, and conditions that Chroma could not check."""
-        where_of(self.where)
-        if self.n_chunks < 1 or self.n_nuggets < 1:
-            raise ConfigError(
-                f"n_chunks={self.n_chunks} and n_nuggets={self.n_nuggets} must be at least 1"
-            )
 
 
 class SpanIndex:
@@ -193,7 +174,18 @@ class SpanIndex:
         Raises:
             SpanIndexError: Chroma fails, or returns rows that we did not write.
         """
-        return self._owners(self._chunks), self._owners(self._nuggets)
+        found = (self._values(it, "coinrag_chunk_id") for it in (self._chunks, self._nuggets))
+        chunks, nuggets = ({ChunkId(value) for value in values} for values in found)
+        return chunks, nuggets
+
+    def documents(self, where: Condition) -> set[str]:
+        """Ids of the documents that fulfil a condition on their metadata (see `filters.where_of`).
+
+        Raises:
+            ConfigError: a condition that Chroma cannot check.
+            SpanIndexError: Chroma fails.
+        """
+        return self._values(self._chunks, "coinrag_document_id", where_of(where))
 
     def search_chunks(
         self,
@@ -259,7 +251,7 @@ class SpanIndex:
         ]
         with_nuggets = {span.ref.chunk_id for span in spans}
         spans += [chunk for chunk in chunks if chunk.ref.chunk_id not in with_nuggets]
-        return sorted(spans, key=_best_first)[:n_nuggets]
+        return sorted(spans, key=best_first)[:n_nuggets]
 
     def _search_chunks(
         self, vector: Vectors, n_chunks: int, where: Condition | None, live: Live | None
@@ -279,7 +271,7 @@ class SpanIndex:
             if n_found < n_results or len(spans) >= n_chunks:
                 break
             n_results *= 4
-        return sorted(spans, key=_best_first)[:n_chunks]
+        return sorted(spans, key=best_first)[:n_chunks]
 
     def _nearest_chunks(
         self, vector: Vectors, n_results: int, where: Condition | None
@@ -356,15 +348,19 @@ class SpanIndex:
             )
         return collection
 
-    def _owners(self, collection: Collection) -> set[ChunkId]:
-        owners: set[ChunkId] = set()
+    def _values(self, collection: Collection, key: str, where: Condition | None = None) -> set[str]:
+        """What rows hold under one of our keys."""
+        values: set[str] = set()
         with guard("list rows"):
             for start in range(0, collection.count(), _IN_PAGE):
-                found = collection.get(limit=_IN_PAGE, offset=start, include=["metadatas"])
-                owners |= {
-                    ChunkId(str(m.get("coinrag_chunk_id"))) for m in found["metadatas"] or []
-                }
-        return owners
+                found = collection.get(
+                    limit=_IN_PAGE,
+                    offset=start,
+                    where=cast("Where | None", where),
+                    include=["metadatas"],
+                )
+                values |= {str(metadata.get(key)) for metadata in found["metadatas"] or []}
+        return values
 
     def _embedded(self, rows: Sequence[Row]) -> list[tuple[Row, Vectors]]:
         """Rows with their vectors, a page of texts at a time."""
@@ -389,8 +385,3 @@ class SpanIndex:
 
 def _of_chunks(chunk_ids: Sequence[ChunkId]) -> Where:
     return cast("Where", {"coinrag_chunk_id": {"$in": list(chunk_ids)}})
-
-
-def _best_first(span: ScoredSpan) -> tuple[float, SpanRef]:
-    # Equal texts get scores that differ in the last bits; rounding makes their order ours.
-    return (-round(span.score, 6), span.ref)

@@ -76,3 +76,8 @@ def scored(metadata: Any, text: Any, score: float) -> ScoredSpan:
             f"the collection holds a row that we did not write: {metadata!r}. Use a collection of "
             "its own for the span index"
         ) from error
+
+
+def best_first(span: ScoredSpan) -> tuple[float, SpanRef]:
+    """The order of results: equal texts get scores that differ in the last bits, hence rounding."""
+    return (-round(span.score, 6), span.ref)

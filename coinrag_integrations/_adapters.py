@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -38,6 +39,17 @@ SPAN_KEYS = (
     "coinrag_digest",
 )
 KEYS = (*SPAN_KEYS, NUGGETS, SCORE)
+# What LlamaIndex keeps of a document beside text and metadata: where it came from, what is shown.
+REF_DOC_ID = "ref_doc_id"
+NODE = "_llamaindex"
+HIDDEN = (*KEYS, NODE, REF_DOC_ID)  # not for models to read
+_NODE_DEFAULTS: dict[str, Any] = {
+    "excluded_llm_metadata_keys": [],
+    "excluded_embed_metadata_keys": [],
+    "metadata_template": "{key}: {value}",
+    "metadata_separator": "\n",
+    "text_template": "{metadata_str}\n\n{content}",
+}
 _DECODING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "use_kv")
 _NOTHING = Answer(
     text="",
@@ -208,6 +220,28 @@ def flat_metadata(metadata: Mapping[Any, Any], document_id: str) -> dict[str, An
         else:
             flat[str(key)] = value if isinstance(value, str | int | float) else str(value)
     return flat
+
+
+def node_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a LlamaIndex node that are not what they usually are, as metadata to store."""
+    own = {}
+    for name, usual in _NODE_DEFAULTS.items():
+        value = fields.get(name, usual)
+        if isinstance(usual, list):
+            value = [key for key in value if key not in HIDDEN]
+        if value != usual:
+            own[name] = value
+    return {NODE: json.dumps(own, ensure_ascii=False)} if own else {}
+
+
+def node_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a LlamaIndex node, of metadata that `node_metadata` wrote or of any other."""
+    try:
+        own = json.loads(metadata.get(NODE, "{}"))
+        kept = {k: own[k] for k, v in _NODE_DEFAULTS.items() if isinstance(own.get(k), type(v))}
+    except (TypeError, ValueError, AttributeError):  # somebody else's key
+        kept = {}
+    return {**deepcopy(_NODE_DEFAULTS), **kept}
 
 
 def retrieval_config(

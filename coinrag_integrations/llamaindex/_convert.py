@@ -32,9 +32,11 @@ def node_of(span: ScoredSpan, handle: str = "") -> NodeWithScore:
         start_char_idx=span.char_start,
         end_char_idx=span.char_stop,
         metadata=_adapters.span_metadata(span),
+        **_adapters.node_fields(span.metadata),
         relationships={
             NodeRelationship.SOURCE: RelatedNodeInfo(
-                node_id=span.document_id, node_type=ObjectType.DOCUMENT
+                node_id=str(span.metadata.get(_adapters.REF_DOC_ID, span.document_id)),
+                node_type=ObjectType.DOCUMENT,
             ),
             NodeRelationship.PARENT: RelatedNodeInfo(node_id=span.ref.chunk_id),
         },
@@ -74,7 +76,7 @@ def nuggets_of(node: BaseNode) -> tuple[Nugget, ...]:
 def hide_keys(node: BaseNode) -> None:
     """Keep our metadata out of what LLMs and embedding models read."""
     for keys in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
-        keys += [key for key in _adapters.KEYS if key not in keys]
+        keys += [key for key in _adapters.HIDDEN if key not in keys]
 
 
 class LlamaIndexEmbedder:

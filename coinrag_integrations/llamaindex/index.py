@@ -22,7 +22,7 @@ from llama_index.core.vector_stores import MetadataFilters
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.ingest import IngestReport, OnProgress
 from coinrag_integrations.llamaindex.chat_engine import ChatMode, CoinRAGChatEngine
-from coinrag_integrations.llamaindex.ingest import add_documents
+from coinrag_integrations.llamaindex.ingest import add_documents, delete_ref_docs
 from coinrag_integrations.llamaindex.llm import CoinRAGLLM
 from coinrag_integrations.llamaindex.prompt_helper import MarkedPromptHelper
 from coinrag_integrations.llamaindex.query_engine import CoinRAGQueryEngine
@@ -73,8 +73,11 @@ class CoinRAGIndex:
         return [self.insert(document).n_unchanged == 0 for document in documents]
 
     def delete_ref_doc(self, ref_doc_id: str) -> bool:
-        """Remove a document with its nuggets and KV; whether it was there."""
-        return self.rag.delete([ref_doc_id]) == 1
+        """Remove a document with its nuggets and KV; whether it was there.
+
+        Of a collection that was moved here, all nodes of the document go.
+        """
+        return delete_ref_docs(self.rag, [ref_doc_id]) > 0
 
     @property
     def ref_doc_ids(self) -> list[str]:

@@ -45,6 +45,19 @@ def add_documents(
     return rag.add(map(_document, documents), on_progress)
 
 
+def delete_ref_docs(rag: CoinRAG, ref_doc_ids: Iterable[str]) -> int:
+    """Remove documents, and those that were nodes of them in a collection that was moved here.
+
+    Returns how many there were.
+
+    Raises:
+        StoreError, SpanIndexError: the disk or Chroma refuses.
+    """
+    ids = list(ref_doc_ids)
+    nodes = rag.index.documents({_adapters.REF_DOC_ID: {"$in": ids}})
+    return rag.delete(dict.fromkeys([*ids, *sorted(nodes)]))
+
+
 class CoinRAGIngestor(TransformComponent):
     """The step of an `IngestionPipeline` that encodes, stores and indexes; nodes pass through it.
 
@@ -108,7 +121,7 @@ def _joined(rag: CoinRAG, chunks: Sequence[BaseNode]) -> list[Document]:
         document = Document(
             document_id=document_id,
             text="".join(map(_text, nodes)),
-            metadata=_adapters.flat_metadata(nodes[0].metadata, document_id),
+            metadata=_metadata(nodes[0], document_id),
         )
         made = [(chunk.chunk_id, chunk.char_start) for chunk in rag.engine.chunk(document)]
         given = [tuple(node.metadata[key] for key in _PLACE) for node in nodes]
@@ -133,8 +146,14 @@ def _document(document: LlamaDocument) -> Document:
     return Document(
         document_id=document.doc_id,
         text=_text(document),
-        metadata=_adapters.flat_metadata(document.metadata, document.doc_id),
+        metadata=_metadata(document, document.doc_id),
     )
+
+
+def _metadata(node: BaseNode, document_id: str) -> dict[str, Any]:
+    """What the user says of a document, and what is shown of that to models."""
+    flat = _adapters.flat_metadata(node.metadata, document_id)
+    return {**flat, **_adapters.node_metadata(dict(node))}
 
 
 def _text(node: BaseNode) -> str:

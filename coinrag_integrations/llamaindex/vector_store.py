@@ -19,7 +19,7 @@ from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.llamaindex._bound import Bound
 from coinrag_integrations.llamaindex._convert import node_of
 from coinrag_integrations.llamaindex._filters import condition_of
-from coinrag_integrations.llamaindex.ingest import CoinRAGIngestor
+from coinrag_integrations.llamaindex.ingest import CoinRAGIngestor, delete_ref_docs
 from coinrag_integrations.rag import CoinRAG
 
 
@@ -63,7 +63,7 @@ class CoinRAGVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **kwargs: Any) -> None:
         """Remove a document with its nuggets and KV; one that is not there is no error."""
-        self.client.delete([ref_doc_id])
+        delete_ref_docs(self.client, [ref_doc_id])
 
     async def adelete(self, ref_doc_id: str, **kwargs: Any) -> None:
         """Like `delete`, off the event loop."""

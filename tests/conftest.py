@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex, open_client
+from tests.commands import Run, runner
 from tests.tiny import HashEmbedder, tiny_model
 
 # CI runs the same examples every time; elsewhere every run looks at new ones.
@@ -65,3 +66,9 @@ def rag(engine: Engine) -> CoinRAG:
     """An empty CoinRAG over the engine, with Chroma in memory."""
     index = SpanIndex(open_client(None), HashEmbedder(), f"t{uuid4().hex}")
     return CoinRAG(engine, index)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command of ours."""
+    return runner(monkeypatch, capsys)

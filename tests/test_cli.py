@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coinrag_integrations.cli import main
 from coinrag_integrations.cli.options import parse_bytes
 from coinrag_integrations.errors import ConfigError
+from tests.commands import Run
 from tests.tiny import save_tiny
 
 KV_FILES = "tenants/default/main/kv/*/??/*.safetensors"
@@ -26,35 +23,6 @@ ARTICLE = (
     "Its copper pipes hang below the sea wall and sound at every high tide. "
     "The town council of Marenqué pays two keepers to clean the pipes each spring.\n"
 )
-
-
-@dataclass
-class Result:
-    """What one command did."""
-
-    code: int
-    value: dict[str, Any]
-    text: str
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `coinrag … --json` in this process; its object, its human text, its exit code."""
-
-    def command(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["coinrag", *map(str, arguments), "--json"])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        value = json.loads(out.splitlines()[-1]) if out.strip() else {}
-        assert len(out.splitlines()) <= 1, "stdout holds only the object"
-        return Result(int(stop.value.code or 0), value, err)
-
-    return command
 
 
 @pytest.fixture(scope="module")

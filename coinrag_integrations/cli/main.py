@@ -9,7 +9,17 @@ import sys
 import typer
 
 from coinrag_integrations import __version__
-from coinrag_integrations.cli import ask, bench, build, demo, doctor, inspect, look_after, plan
+from coinrag_integrations.cli import (
+    ask,
+    bench,
+    build,
+    demo,
+    doctor,
+    inspect,
+    look_after,
+    migrate,
+    plan,
+)
 from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import CoinRAGError
 
@@ -25,6 +35,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(plan.plan)
 app.command()(build.build)
+app.command()(migrate.migrate)
 app.command()(ask.ask)
 app.command(name="inspect")(inspect.inspect)
 app.command()(look_after.verify)

@@ -89,10 +89,8 @@ def plan(
             scratch=scratch,
             on_step=lambda step: status.update(f"{step} …"),
         )
-    output.say(_store_table(estimate, n_nuggets))
-    output.say(_codec_table(estimate))
     per_day = None if questions_per_day is None else estimate.per_day(questions_per_day)
-    output.say(_pay_off(estimate, per_day))
+    show_estimate(output, estimate, n_nuggets, per_day)
     output.result(
         {
             **estimate.to_dict(),
@@ -112,6 +110,15 @@ def plan(
     )
     if failed:
         raise typer.Exit(1)
+
+
+def show_estimate(
+    output: Output, estimate: Estimate, n_nuggets: int, per_day: dict[str, Any] | None = None
+) -> None:
+    """What a store would cost, for people."""
+    output.say(_store_table(estimate, n_nuggets))
+    output.say(_codec_table(estimate))
+    output.say(_pay_off(estimate, per_day))
 
 
 def _store_table(estimate: Estimate, n_nuggets: int) -> Table:

@@ -78,16 +78,26 @@ def estimate_store(
     config = replace(config or EngineConfig(), load="read")
     with _trial_folder(scratch) as folder, Engine(model, folder / "store", config) as engine:
         tell("reading and tokenising the documents")
+        to_embed: set[str] = set()
         counted = survey(
-            documents,
+            _noting_those_to_embed(documents, to_embed),
             engine.chunk,
             proposer or RuleProposer(),
             engine.covered,
             n_sample=n_sample,
         )
         costs = measure_costs(engine, embedder, counted, folder, retrieval, tell)
+        if not to_embed:  # their vectors are there already
+            costs = replace(costs, embed_chunks=((1, 0.0),))
         codec = engine.store.codec.name
     return estimate(counted, costs, model.layout, codec, retrieval)
+
+
+def _noting_those_to_embed(documents: Iterable[Document], ids: set[str]) -> Iterator[Document]:
+    for document in documents:
+        if document.vector is None:
+            ids.add(document.document_id)
+        yield document
 
 
 def measure_costs(

@@ -30,6 +30,19 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Shows tools, calls and results as Qwen's does, in fewer words.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "Tools:\n{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n</tool_response><|im_end|>{{ '\n' }}"
+    "{% elif not (tools and loop.first and m['role'] == 'system') %}"
+    "<|im_start|>{{ m['role'] + '\n' + m['content'] }}{% for call in m['tool_calls'] %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}<|im_end|>{{ '\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 VOCABULARY = 512
 _CORPUS = [
     "The tidal organ of Marenqué was built by Bastien Roule in 1923 from copper pipes.",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coinrag_integrations.engine.answer import AnswerStream
 from coinrag_integrations.engine.asking import Asking
-from coinrag_integrations.engine.chat import Message, Prepared, chat_pieces, text_pieces
+from coinrag_integrations.engine.chat import Prepared, chat_pieces, text_pieces
 from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, without_handles
 from coinrag_integrations.engine.kept import KeptPrefixes, atoms_of
+from coinrag_integrations.engine.messages import Message
 from coinrag_integrations.engine.plan import Piece, Text, head_of, without
 from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.runner import Runner
@@ -30,11 +32,16 @@ class Conversations:
     asking: Asking
 
     def chat(
-        self, messages: Sequence[Message], generation: GenerationConfig, use_kv: bool
+        self,
+        messages: Sequence[Message],
+        generation: GenerationConfig,
+        use_kv: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> AnswerStream:
         """See `Engine.chat`."""
         resolve = self.handles.resolve if use_kv else without_handles
-        return self._go_on(chat_pieces(self.tokenizer, messages, resolve), generation, use_kv)
+        prompt = chat_pieces(self.tokenizer, messages, resolve, tools)
+        return self._go_on(prompt, generation, use_kv)
 
     def complete(self, text: str, generation: GenerationConfig, use_kv: bool) -> AnswerStream:
         """See `Engine.complete`."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from coinrag_integrations.engine import gate
 from coinrag_integrations.engine.answer import Answer, AnswerStream
 from coinrag_integrations.engine.asking import Asking
-from coinrag_integrations.engine.chat import Message
 from coinrag_integrations.engine.chunking import chunk_document
 from coinrag_integrations.engine.composer import Composer
 from coinrag_integrations.engine.config import EngineConfig
@@ -26,6 +25,7 @@ from coinrag_integrations.engine.handles import Handles, owner_of
 from coinrag_integrations.engine.kept import KeptPrefixes
 from coinrag_integrations.engine.kernels import choose_kernels
 from coinrag_integrations.engine.layout import dtype_name
+from coinrag_integrations.engine.messages import Message
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.plan import (
     Piece,
@@ -315,19 +315,22 @@ class Engine:
         messages: Sequence[Message],
         generation: GenerationConfig | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         use_kv: bool = True,
     ) -> AnswerStream:
         """Go on after a conversation, through the model's chat template.
 
         Handles in the messages that can be believed become the spans they stand for. What this
         conversation has in common with an earlier one, from its beginning, is not computed again. With
-        `use_kv=False` handles are left out, and everything is computed.
+        `use_kv=False` handles are left out, and everything is computed. The model is told of `tools`
+        (`engine.tool_calls`, which also reads its calls), in the template's own form if it has one.
 
         Raises:
-            ConfigError: no messages, or the template refuses them.
+            ConfigError: no messages, the template refuses them, or tools without names of their own.
             BudgetError: messages and answer do not fit.
         """
-        return self._conversations.chat(messages, generation or GenerationConfig(), use_kv)
+        generation = generation or GenerationConfig()
+        return self._conversations.chat(messages, generation, use_kv, tools)
 
     def complete(
         self, text: str, generation: GenerationConfig | None = None, *, use_kv: bool = True

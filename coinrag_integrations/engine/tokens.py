@@ -51,6 +51,9 @@ class TextTokenizer:
         self._controls = {t.content: (i, t) for i, t in added.items() if _is_control(t)}
         longest_first = sorted(self._controls, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        first, last = ({re.escape(it[i]) for it in self._controls} for i in (0, -1))
+        edges = f"(?<=[{''.join(first)}])|(?=[{''.join(last)}])" if self._controls else "(?!)"
+        self._edges = re.compile(edges)
         self.digest = hashlib.sha256(self._template.to_str().encode()).hexdigest()
 
     def __reduce__(self) -> tuple[type[TextTokenizer], tuple[PreTrainedTokenizerBase]]:
@@ -88,6 +91,13 @@ class TextTokenizer:
             if token.rstrip:
                 at = len(text) - len(text[at:].lstrip())
         return [part for part in (*parts, text[at:]) if part != ""]
+
+    def guard(self, words: str, mark: str) -> str:
+        """Somebody's words with `mark` behind what may begin a control token, and before what may end one.
+
+        Then they hold none in our own prompt text either, nor do they complete one that is cut in two.
+        """
+        return self._edges.sub(mark, words)
 
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         """The text of generated tokens, without control tokens."""

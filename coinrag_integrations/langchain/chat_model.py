@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import Any, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.documents import Document as LangDocument
-from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    ChatMessage,
-    SystemMessage,
-    ToolMessage,
-)
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, Field, model_validator
 
 from coinrag_integrations import _adapters
-from coinrag_integrations.engine import (
-    Answer,
-    AnswerStream,
-    Message,
-    strip_handles,
-)
+from coinrag_integrations.engine import AnswerStream, CallReader, strip_handles
+from coinrag_integrations.engine.tool_calls import tool_names
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.langchain._convert import marked_text
+from coinrag_integrations.langchain._messages import (
+    last_chunk,
+    message_of,
+    offered_tools,
+    openai_tool,
+    turns_of,
+)
 from coinrag_integrations.rag import CoinRAG
 
 HANDLES = "coinrag_handles"
-_BETWEEN = "\n\n"
 
 
 class ChatCoinRAG(BaseChatModel):
@@ -55,9 +49,13 @@ class ChatCoinRAG(BaseChatModel):
     blocks of type "non_standard" with the value `{"coinrag": metadata, "text": page_content}` of a
     document. Those that are spans of the store are read as KV, all others as text.
 
+    Tools that are bound are shown in the form of the model's chat template, or in words where it has
+    none that we can read; calls are read out of the answer.
+
         >>> model = ChatCoinRAG(rag=rag, max_tokens=64)
         >>> chain = create_stuff_documents_chain(model, prompt)
         >>> model.invoke("Who?").usage_metadata["input_token_details"]["cache_read"]
+        >>> agent = create_agent(model, [create_retriever_tool(retriever, "search", "Finds passages.")])
     """
 
     model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
@@ -119,6 +117,22 @@ class ChatCoinRAG(BaseChatModel):
         """The model's own tokens of a text; handles are none."""
         return list(self.rag.engine.model.tokenizer.encode(strip_handles(text)).ids)
 
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools of any kind that LangChain knows, which it may call.
+
+        With `tool_choice="none"` it is shown none of them. A call of what is returned raises
+        `ConfigError` for any other choice but "auto", and for tools that share a name.
+        """
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        return self.bind(tools=[openai_tool(tool) for tool in tools], **kwargs)
+
     def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
         """Refused: the model is not made to follow a schema.
 
@@ -139,11 +153,11 @@ class ChatCoinRAG(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream = self._open(messages, stop, kwargs)
+        stream, reader = self._open(messages, stop, kwargs)
         with closing(self._in_time(stream, kwargs)) as pieces:
-            for _ in pieces:
-                pass
-        return _result(self.model_name, stream.answer)
+            for piece in pieces:
+                reader.push(piece)
+        return self._result(stream, reader)
 
     async def _agenerate(
         self,
@@ -152,11 +166,11 @@ class ChatCoinRAG(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream = await asyncio.to_thread(self._open, messages, stop, kwargs)
+        stream, reader = await asyncio.to_thread(self._open, messages, stop, kwargs)
         async with asyncio.timeout(self._timeout(kwargs)), _off_loop(stream) as pieces:
-            async for _ in pieces:
-                pass
-        return _result(self.model_name, stream.answer)
+            async for piece in pieces:
+                reader.push(piece)
+        return self._result(stream, reader)
 
     def _stream(
         self,
@@ -165,14 +179,20 @@ class ChatCoinRAG(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream = self._open(messages, stop, kwargs)
+        def told(text: str) -> ChatGenerationChunk:
+            chunk = _chunk(text)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(text, chunk=chunk)
+            return chunk
+
+        stream, reader = self._open(messages, stop, kwargs)
         with closing(self._in_time(stream, kwargs)) as pieces:
             for piece in pieces:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        yield _last(self.model_name, stream.answer)
+                if text := reader.push(piece):
+                    yield told(text)
+        if text := reader.end()[0]:
+            yield told(text)
+        yield self._last(stream, reader)
 
     async def _astream(
         self,
@@ -181,85 +201,45 @@ class ChatCoinRAG(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        stream = await asyncio.to_thread(self._open, messages, stop, kwargs)
+        async def told(text: str) -> ChatGenerationChunk:
+            chunk = _chunk(text)
+            if run_manager is not None:
+                await run_manager.on_llm_new_token(text, chunk=chunk)
+            return chunk
+
+        stream, reader = await asyncio.to_thread(self._open, messages, stop, kwargs)
         deadline = time.monotonic() + (self._timeout(kwargs) or float("inf"))
         async with _off_loop(stream) as pieces:
             async for piece in pieces:
                 _check(deadline)
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-        yield _last(self.model_name, stream.answer)
+                if text := reader.push(piece):
+                    yield await told(text)
+        if text := reader.end()[0]:
+            yield await told(text)
+        yield self._last(stream, reader)
 
-    # -- to the engine -------------------------------------------------------------------------
+    # -- to the engine and back ----------------------------------------------------------------
 
     def _open(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> AnswerStream:
+    ) -> tuple[AnswerStream, CallReader]:
         options = dict(kwargs)
         documents = options.pop(HANDLES, ())
+        tools = offered_tools(options.pop("tools", None) or (), options.pop("tool_choice", None))
         value = _adapters.call_options(self, options, also=("timeout",))
         generation = _adapters.generation_of(value, self.stop if stop is None else stop)
-        turns = [self._turn(message) for message in messages]
-        if documents:
-            turns[-1] = self._behind(documents, turns[-1])
-        return self.rag.engine.chat(turns, generation, use_kv=value["use_kv"])
+        turns = turns_of(self.rag, messages, documents)
+        reader = CallReader(tool_names(tools))
+        engine = self.rag.engine
+        return engine.chat(turns, generation, tools=tools, use_kv=value["use_kv"]), reader
 
-    def _turn(self, message: BaseMessage) -> Message:
-        match message:
-            case SystemMessage():
-                role = "system"
-            case AIMessage():
-                role = "assistant"
-            case ChatMessage():
-                role = message.role
-            case _:  # what tools found is read as a user's words
-                role = "user"
-        if isinstance(message, ToolMessage) and (found := self._artifact(message.artifact)):
-            return Message(role=role, content=found)
-        return Message(role=role, content=self._content(message))
+    def _result(self, stream: AnswerStream, reader: CallReader) -> ChatResult:
+        message = message_of(self.model_name, stream.answer, reader.end()[1])
+        return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _content(self, message: BaseMessage) -> str:
-        if isinstance(message.content, str):
-            return message.content
-        parts = []
-        for block in message.content:
-            if isinstance(block, str):
-                parts.append(block)
-            elif block.get("type") == "text":
-                parts.append(str(block["text"]))
-            elif isinstance(value := block.get("value"), Mapping) and "coinrag" in value:
-                document = LangDocument(value["text"], metadata=dict(value["coinrag"]))
-                parts.append(marked_text(self.rag, document))
-            else:
-                raise ConfigError(
-                    f"the model reads text only: leave content of type {block.get('type')!r} out"
-                )
-        return "".join(parts)
-
-    def _artifact(self, artifact: Any) -> str:
-        """The documents of a retriever tool, marked; they are dicts once a checkpoint was read back."""
-        if not isinstance(artifact, list | tuple) or not artifact:
-            return ""
-        documents = []
-        for it in artifact:
-            if isinstance(it, LangDocument):
-                documents.append(it)
-            elif isinstance(it, Mapping) and isinstance(it.get("page_content"), str):
-                documents.append(
-                    LangDocument(it["page_content"], metadata=dict(it.get("metadata") or {}))
-                )
-            else:
-                return ""
-        return _BETWEEN.join(marked_text(self.rag, document) for document in documents)
-
-    def _behind(self, documents: Sequence[LangDocument], turn: Message) -> Message:
-        """A question behind passages, in the store's own words."""
-        context = "\n".join(marked_text(self.rag, document) for document in documents)
-        before, after = self.rag.engine.config.prompt.user.split("{context}")
-        content = f"{before}{context}{after.replace('{question}', turn.content)}"
-        return Message(role=turn.role, content=content)
+    def _last(self, stream: AnswerStream, reader: CallReader) -> ChatGenerationChunk:
+        message = last_chunk(self.model_name, stream.answer, reader.end()[1])
+        return ChatGenerationChunk(message=message)
 
     def _timeout(self, kwargs: Mapping[str, Any]) -> float | None:
         timeout: float | None = kwargs.get("timeout", self.timeout)
@@ -286,46 +266,5 @@ def _off_loop(stream: AnswerStream) -> aclosing[Any]:
     return aclosing(_adapters.off_loop(stream))
 
 
-def _usage(answer: Answer) -> UsageMetadata:
-    counts = _adapters.token_counts(answer)
-    details: dict[str, int] = {
-        "cache_read": answer.usage.cached,
-        "coinrag_online": answer.usage.online,
-        "coinrag_kept": answer.usage.kept,
-    }
-    return UsageMetadata(
-        input_tokens=counts["prompt_tokens"],
-        output_tokens=counts["completion_tokens"],
-        total_tokens=counts["total_tokens"],
-        input_token_details=InputTokenDetails(**details),  # type: ignore[typeddict-item]
-    )
-
-
-def _said_of(model_name: str, answer: Answer) -> dict[str, Any]:
-    return {
-        "model_name": model_name,
-        "model_provider": "coinrag",
-        "finish_reason": answer.finish_reason,
-        "coinrag": _adapters.report_of(answer),
-    }
-
-
-def _result(model_name: str, answer: Answer) -> ChatResult:
-    message = AIMessage(
-        content=strip_handles(answer.text),
-        usage_metadata=_usage(answer),
-        response_metadata=_said_of(model_name, answer),
-    )
-    return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def _last(model_name: str, answer: Answer) -> ChatGenerationChunk:
-    """What can be said once the answer is there."""
-    return ChatGenerationChunk(
-        message=AIMessageChunk(
-            content="",
-            usage_metadata=_usage(answer),
-            response_metadata=_said_of(model_name, answer),
-            chunk_position="last",
-        )
-    )
+def _chunk(text: str) -> ChatGenerationChunk:
+    return ChatGenerationChunk(message=AIMessageChunk(content=text))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from langchain_core.documents import Document
 
-from coinrag_integrations.engine import GenerationConfig
+from coinrag_integrations.engine import AnswerStream, Engine, GenerationConfig
 from coinrag_integrations.langchain import add_documents
 from coinrag_integrations.rag import CoinRAG
 from tests.adapters import TEXTS, WIDE
@@ -25,3 +28,20 @@ def filled(rag: CoinRAG, documents: list[Document]) -> CoinRAG:
     rag.retrieval = WIDE
     add_documents(rag, documents)
     return rag
+
+
+@pytest.fixture
+def opened(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[AnswerStream]:
+    """Every answer that the engine begins from now on, whichever way it is asked."""
+    streams: list[AnswerStream] = []
+
+    def watched(begin: Callable[..., AnswerStream]) -> Callable[..., AnswerStream]:
+        def begun(*args: Any, **options: Any) -> AnswerStream:
+            streams.append(begin(*args, **options))
+            return streams[-1]
+
+        return begun
+
+    for name in ("chat", "complete", "stream"):
+        monkeypatch.setattr(engine, name, watched(getattr(engine, name)))
+    return streams

@@ -40,14 +40,15 @@ def store() -> CoinRAG:
 
 
 class _OneModel:
-    """Follows no schema, calls no tools, and is the model of its store."""
+    """Follows no schema, and is the model of its store."""
 
     has_structured_output = False
-    has_tool_calling = False
     supports_model_override = False
 
 
 class TestChatCoinRAGUnit(_OneModel, ChatModelUnitTests):
+    has_tool_calling = True
+
     @property
     def chat_model_class(self) -> type[ChatCoinRAG]:
         return ChatCoinRAG
@@ -58,6 +59,10 @@ class TestChatCoinRAGUnit(_OneModel, ChatModelUnitTests):
 
 
 class TestChatCoinRAGIntegration(_OneModel, ChatModelIntegrationTests):
+    # These tests want a model that calls a tool when it should, and a random one calls nothing:
+    # test_tools.py and test_agents.py put calls into its mouth.
+    has_tool_calling = False
+
     @property
     def chat_model_class(self) -> type[ChatCoinRAG]:
         return ChatCoinRAG

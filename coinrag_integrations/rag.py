@@ -45,6 +45,7 @@ from coinrag_integrations.settings import (
     PREFIX,
     SETTINGS_FILE,
     StoreSettings,
+    load_adapter,
     make_embedder,
     open_remote,
     resolve_model,
@@ -142,6 +143,7 @@ class CoinRAG:
         collection: str = "main",
         limits: Limits | None = None,
         remote: str | None = None,
+        adapter: str | Path | None = None,
         add_fingerprint: bool = False,
         proposer: NuggetProposer | None = None,
         retrieval: RetrievalConfig | None = None,
@@ -152,7 +154,8 @@ class CoinRAG:
         What is left out is taken from the store, and for a new one from the defaults
         (`EngineConfig`, MiniLM, a Chroma database inside the store). Only documents of `tenant` and
         `collection` can be seen or changed. `limits` become those of the store,
-        `remote` (a URL that fsspec knows) the storage behind it.
+        `remote` (a URL that fsspec knows) the storage behind it. `adapter` is the folder of a reader
+        adapter ("" for none): answers are computed with it, what is cached stays as it is.
         `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
@@ -177,6 +180,7 @@ class CoinRAG:
             dtype=dtype or before.dtype,
             limits=before.limits if limits is None else limits,
             remote=remote or before.remote,
+            adapter=before.adapter if adapter is None else str(adapter) or None,
             engine=config or before.engine,
         )
         # What costs nothing and writes nothing comes first, so that mistakes show at once.
@@ -184,6 +188,7 @@ class CoinRAG:
             make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
         )
         server = open_client(settings.chroma) if settings.chroma else None
+        reader = load_adapter(settings.adapter)
         loaded = (
             model
             if isinstance(model, LoadedModel)
@@ -197,6 +202,7 @@ class CoinRAG:
                 scope=scope,
                 limits=settings.limits,
                 remote=open_remote(settings.remote),
+                adapter=reader,
                 add_fingerprint=add_fingerprint,
             )
             opened.callback(engine.close)

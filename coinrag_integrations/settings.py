@@ -10,6 +10,7 @@ from typing import Any
 
 from coinrag_integrations.demo.model import ensure_demo_model
 from coinrag_integrations.engine import EngineConfig, PromptTemplate
+from coinrag_integrations.engine.adapter import Adapter
 from coinrag_integrations.engine.model import DType
 from coinrag_integrations.engine.store import Limits, Remote
 from coinrag_integrations.engine.store.retry import Retry
@@ -38,7 +39,8 @@ class StoreSettings:
     `model` is a folder, a hub name or "demo", `embedder` "minilm", "bge-m3" or
     "bge-m3:<folder or hub name>", `chroma` an address `http://host:port`, or None for a database
     inside the store; `prefix` begins the names of its collections there. `limits` bound the bytes on
-    disk, `remote` is the URL of storage behind it (credentials belong into the environment).
+    disk, `remote` is the URL of storage behind it (credentials belong into the environment), `adapter`
+    the folder of a reader adapter.
     Of `engine`, only what the stored bytes depend on is remembered.
     """
 
@@ -49,6 +51,7 @@ class StoreSettings:
     dtype: DType = "auto"
     limits: Limits = field(default_factory=Limits)
     remote: str | None = None
+    adapter: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def save(self, folder: Path) -> None:
@@ -99,6 +102,15 @@ def resolve_model(name: str) -> str:
         ModelError: the demo model cannot be fetched.
     """
     return str(ensure_demo_model()) if name == "demo" else name
+
+
+def load_adapter(name: str | None) -> Adapter | None:
+    """The reader adapter in a folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return Adapter.load(name) if name else None
 
 
 def open_remote(url: str | None) -> Remote | None:

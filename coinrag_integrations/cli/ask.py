@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from coinrag_integrations.cli.options import Chunks, Collection, Json, Model, Nuggets, Store, Tenant
+from coinrag_integrations.cli.options import (
+    Adapter,
+    Chunks,
+    Collection,
+    Json,
+    Model,
+    Nuggets,
+    Store,
+    Tenant,
+)
 from coinrag_integrations.cli.output import Output, megabytes
 
 
@@ -22,6 +31,7 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     model: Model = None,
+    adapter: Adapter = None,
     tenant: Tenant = "default",
     collection: Collection = "main",
     show_spans: Annotated[
@@ -35,7 +45,9 @@ def ask(
     from coinrag_integrations.rag import CoinRAG
     from coinrag_integrations.retrieval import RetrievalConfig
 
-    with CoinRAG.open(store, model=model, tenant=tenant, collection=collection) as rag:
+    with CoinRAG.open(
+        store, model=model, adapter=adapter, tenant=tenant, collection=collection
+    ) as rag:
         stream = rag.stream(
             question,
             mode,  # type: ignore[arg-type]  # checked by stream, which names the modes

@@ -19,6 +19,7 @@ from coinrag_integrations.cli import (
     look_after,
     migrate,
     plan,
+    train,
 )
 from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import CoinRAGError
@@ -45,6 +46,7 @@ app.command()(look_after.delete)
 app.command()(look_after.limit)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
+app.add_typer(train.app, name="train")
 
 
 @app.callback(invoke_without_command=True)

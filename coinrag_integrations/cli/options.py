@@ -18,6 +18,12 @@ Model = Annotated[
     str | None,
     typer.Option("--model", help="Local folder, hub name, or 'demo'. Default: what the store has."),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", help="Folder of a reader adapter; '' for none. The store remembers it."
+    ),
+]
 DemoStore = Annotated[
     Path | None,
     typer.Option(

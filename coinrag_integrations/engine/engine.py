@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from coinrag_integrations.engine import gate
+from coinrag_integrations.engine.adapter import Adapter, with_adapter
 from coinrag_integrations.engine.answer import Answer, AnswerStream
 from coinrag_integrations.engine.asking import Asking
 from coinrag_integrations.engine.chunking import chunk_document
@@ -71,15 +72,18 @@ class Engine:
         scope: Scope | None = None,
         limits: Limits | None = None,
         remote: Remote | None = None,
+        adapter: Adapter | None = None,
         add_fingerprint: bool = False,
     ) -> None:
         """Open the store in `folder` (created if needed) for `model`.
 
         Only what belongs to `scope` can be seen. `limits` bound the bytes of the whole folder. KV goes
         to `remote` as well, and is read from there when the folder has it no more.
+        `adapter` reads what is cached: chunks are encoded by `model` alone, answers computed with it.
         `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
+            ModelError: the adapter belongs to another model.
             ConfigError: CUDA graphs without a GPU, or kernels that cannot run here.
             UnsupportedModelError: the model does not pass the correctness gate.
             FingerprintMismatchError: the store was built differently.
@@ -92,7 +96,8 @@ class Engine:
             raise ConfigError(
                 f"execution='graph' needs a GPU, the model is on {model.device}: use 'eager'"
             )
-        self.static = None if execution == "eager" else StaticRunners(model, execution)
+        self.reader = model if adapter is None else with_adapter(model, adapter)
+        self.static = None if execution == "eager" else StaticRunners(self.reader, execution)
         self.kernels = choose_kernels(self.config.kernels, model.device)
         self.gate = gate.check(model, self.kernels.place)
         self.prompt = build_prompt(model.tokenizer, self.config.prompt)
@@ -132,7 +137,7 @@ class Engine:
         self._kept = KeptPrefixes(max_bytes=self.config.kept_bytes)
         budget = self.config.max_entries
         self._asking = Asking(
-            model=model,
+            model=self.reader,
             composer=Composer(
                 layout=model.layout,
                 rope=model.rope,

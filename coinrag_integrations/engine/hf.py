@@ -142,6 +142,39 @@ def last_logits(
     return logits[:, -n:].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
 
 
+class _BehindLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer behind entries that stay as they are: gradients flow through the new rows only."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values  # [B, H, N, D]
+        self.device, self.dtype = keys.device, keys.dtype
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = torch.cat((self.keys, key_states.to(self.dtype)), -2)
+        return keys, torch.cat((self.values, value_states.to(self.dtype)), -2)
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return int(self.keys.shape[-2])
+
+
+def logits_behind(
+    model: PreTrainedModel, ids: torch.Tensor, kv: torch.Tensor, n: int
+) -> torch.Tensor:
+    """Logits after each of the last n of `ids` [B, m] behind kv [L, 2, B, H, N, D]: fp32 [B, n, V].
+
+    For training: gradients flow, and `kv` stays as it is. Takes a model that peft has wrapped as well.
+    """
+    cache = Cache(layers=[_BehindLayer(k, v) for k, v in kv.unbind(0)])
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    arguments = {_cache_argument(base): cache}
+    logits = model(input_ids=ids, use_cache=True, logits_to_keep=n, **arguments).logits
+    return logits[:, -n:].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
+
+
 def _attention_mask(
     model: PreTrainedModel, visible: Mapping[int | None, torch.Tensor]
 ) -> torch.Tensor | dict[str, torch.Tensor]:

@@ -30,7 +30,8 @@ class LoadedModel:
 
     `window` is the longest context in tokens, `layer_windows` how far back its different layers see
     (None: to the beginning), `stop_ids` every id that ends an answer,
-    `weights` a hash of all parameters as they lie in memory.
+    `weights` a hash of all parameters as they lie in memory, `adapter` the digest of one that is merged
+    into `hf` (see `adapter.with_adapter`).
     """
 
     name: str
@@ -42,6 +43,7 @@ class LoadedModel:
     layer_windows: tuple[int | None, ...]
     stop_ids: frozenset[int]
     weights: str
+    adapter: str | None = None
 
     @property
     def device(self) -> torch.device:

@@ -48,6 +48,12 @@ def pack_linears(model: nn.Module) -> None:
             module.forward = _Forward(module, weight)  # type: ignore[method-assign, assignment]
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether any linear layer of `model` has packed weights."""
+    forwards = (vars(m).get("forward") for m in model.modules() if isinstance(m, nn.Linear))
+    return any(isinstance(it, _Forward) and it.packed is not None for it in forwards)
+
+
 def unpack_linears(model: nn.Module) -> None:
     """Give every linear layer its own forward again."""
     for module in model.modules():

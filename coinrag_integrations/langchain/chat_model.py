@@ -101,6 +101,7 @@ class ChatCoinRAG(BaseChatModel):
         return {
             "model_name": self.model_name,
             "fingerprint": engine.fingerprint.digest,
+            "adapter": engine.reader.adapter,
             "scope": str(engine.scope),
             **options,
         }

@@ -316,11 +316,17 @@ class CoinRAG:
     ) -> ReplyStream:
         """Answer from spans that were retrieved before, best first, and from texts of elsewhere.
 
-        Mode "full" reads the spans' whole chunks, and no other texts. `refused` says of the answer
-        how many of the texts should have been spans.
+        Spans of documents that were deleted since are read as texts, and counted. Mode "full" reads the
+        spans' whole chunks, and no texts. `refused` says of the answer how many of the texts should
+        have been spans.
         """
-        generation = generation or self.generation
+        generation, refused = generation or self.generation, dict(refused or {})
         spans = [it for it in context if isinstance(it, ScoredSpan)]
+        ids = [span.ref.chunk_id for span in spans]
+        if gone := set(ids) - self.engine.catalog.live(ids):
+            refused["unknown"] = refused.get("unknown", 0) + sum(it in gone for it in ids)
+            spans = [span for span in spans if span.ref.chunk_id not in gone]
+            context = [it if isinstance(it, str) or it in spans else it.text for it in context]
         if mode == "full":
             chunk_ids: list[ChunkId] = list(dict.fromkeys(span.ref.chunk_id for span in spans))
             stream = self.engine.stream_full(question, chunk_ids, generation)

@@ -22,6 +22,7 @@ from coinrag_integrations.llamaindex import (
     CoinRAGLLM,
     CoinRAGQueryEngine,
     CoinRAGRetriever,
+    CoinRAGSynthesizer,
     NuggetNodeParser,
     add_documents,
 )
@@ -219,3 +220,12 @@ def test_every_answer_says_whether_the_cache_was_used(filled: CoinRAG):
     for it in (report, chat, raw):
         assert it.keys() >= {"spans", "recomputed", "refused", "usage", "timings"}
         assert it["usage"].keys() >= {"cached", "online", "generated", "kept"}
+
+
+def test_nodes_of_a_deleted_document_are_read_as_text_and_counted(filled: CoinRAG):
+    nodes = CoinRAGRetriever(filled).retrieve(QUESTION)
+    gone = [node for node in nodes if node.node.ref_doc_id == nodes[0].node.ref_doc_id]
+    filled.delete([nodes[0].node.ref_doc_id])
+    report = CoinRAGSynthesizer(filled).synthesize(QUESTION, nodes).metadata["coinrag"]
+    assert report["refused"] == {"unknown": len(gone)}
+    assert len(report["spans"]) <= len(nodes) - len(gone)

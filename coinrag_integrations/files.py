@@ -17,11 +17,22 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace a file.
+    """Write or replace a file. Also for others than the one writing process.
 
     Raises:
         OSError: the disk refuses; what was there stays.
     """
+    for is_last in (False, False, True):
+        try:
+            _write_text(path, text)
+        except FileNotFoundError:  # a writer that just begins swept it away
+            if is_last or not path.parent.is_dir():
+                raise
+        else:
+            return
+
+
+def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

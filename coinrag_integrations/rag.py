@@ -9,12 +9,13 @@ It joins an engine, an index and a nugget proposer, and remembers in the store h
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NoReturn, Self
 from uuid import uuid4
 
 from coinrag_integrations.engine import (
@@ -53,6 +54,7 @@ from coinrag_integrations.settings import (
 from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan
 
 Mode = Literal["coinrag", "chunk", "full"]
+_OPENING = threading.Lock()
 MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")
 
 
@@ -194,7 +196,8 @@ class CoinRAG:
             if isinstance(model, LoadedModel)
             else load_model(resolve_model(settings.model), dtype=settings.dtype)
         )
-        with ExitStack() as opened:
+        # Neither Chroma nor SQLite make a database that threads open for the first time at once.
+        with _OPENING, ExitStack() as opened:
             engine = Engine(
                 loaded,
                 folder,
@@ -340,6 +343,24 @@ class CoinRAG:
         self.engine.close()
         if self._folder is not None:
             self._folder.close()
+
+    def __copy__(self) -> Self:
+        """The object itself: files and models are shared."""
+        return self
+
+    def __deepcopy__(self, _: object) -> Self:
+        """The object itself, so that what holds it can be copied."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a store cannot be pickled: open the store (CoinRAG.open) in the process that needs it"
+        )
 
     def __enter__(self) -> Self:
         """The object itself."""

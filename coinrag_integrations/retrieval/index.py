@@ -219,7 +219,7 @@ class SpanIndex:
         config = config or RetrievalConfig()
         vector = self.embedder.embed_query(question)
         chunks = self._search_chunks(vector, config.n_chunks, config.where, live)
-        return self._search_nuggets(vector, chunks, config.n_nuggets)
+        return self._search_nuggets(vector, chunks, config.n_nuggets, live)
 
     def search_nuggets(
         self, question: str, chunks: Sequence[ScoredSpan], n_nuggets: int
@@ -228,7 +228,11 @@ class SpanIndex:
         return self._search_nuggets(self.embedder.embed_query(question), chunks, n_nuggets)
 
     def _search_nuggets(
-        self, vector: Vectors, chunks: Sequence[ScoredSpan], n_nuggets: int
+        self,
+        vector: Vectors,
+        chunks: Sequence[ScoredSpan],
+        n_nuggets: int,
+        live: Live | None = None,
     ) -> list[ScoredSpan]:
         if not chunks:
             return []
@@ -250,7 +254,11 @@ class SpanIndex:
             for metadata, text, score in zip(metadatas, documents, scores, strict=True)
         ]
         with_nuggets = {span.ref.chunk_id for span in spans}
-        spans += [chunk for chunk in chunks if chunk.ref.chunk_id not in with_nuggets]
+        alone = [chunk for chunk in chunks if chunk.ref.chunk_id not in with_nuggets]
+        if alone and live is not None:  # they may have lost their nuggets because they just went
+            there = live([chunk.ref.chunk_id for chunk in alone])
+            alone = [chunk for chunk in alone if chunk.ref.chunk_id in there]
+        spans += alone
         return sorted(spans, key=best_first)[:n_nuggets]
 
     def _search_chunks(

@@ -15,6 +15,7 @@ from coinrag_integrations.cli import (
     build,
     demo,
     doctor,
+    evaluate,
     inspect,
     look_after,
     migrate,
@@ -47,6 +48,7 @@ app.command()(look_after.limit)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
+app.add_typer(evaluate.app, name="eval")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,6 +1,7 @@
-"""The only file that touches what transformers does not promise: caches, rotary modules, renames.
+"""What touches what transformers does not promise: caches, rotary modules, renames.
 
-transformers 5.24 renames the argument `past_key_values` to `cache`; both are served here.
+Its other half is `hf_partial`, for rival methods; no other file does so. transformers 5.24 renames the
+argument `past_key_values` to `cache`; both are served here.
 """
 
 from __future__ import annotations

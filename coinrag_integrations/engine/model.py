@@ -71,10 +71,10 @@ def load_model(
         raise ModelError(
             f"no model at {folder}: expected a folder with config.json, weights and tokenizer.json"
         )
-    source = str(folder) if is_path else str(name)
+    source, wanted = str(folder) if is_path else str(name), choose_dtype(dtype, place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=choose_dtype(dtype, place))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"cannot load the model {source!r}: {_first_line(error)}. Give a local folder, or a "

@@ -55,6 +55,57 @@ def read_examples(paths: Sequence[str | Path], limit: int | None = None) -> tupl
     return tuple(found)
 
 
+def read_named(
+    names: Sequence[str], folder: Path | None = None, limit: int | None = None
+) -> dict[str, tuple[Example, ...]]:
+    """The first `limit` examples of each data set, by its name.
+
+    A data set is "demo", the path of a .jsonl file, or the name of one in `folder` (or in its folder
+    "eval") without the ending.
+
+    Raises:
+        ConfigError: no names, two of one name, a name that is not there or without a folder.
+        DocumentError: a file cannot be read, or a line of it is no example.
+    """
+    if not names:
+        raise ConfigError("no data: name a data set, a .jsonl file, or 'demo'")
+    found: dict[str, tuple[Example, ...]] = {}
+    for name in names:
+        if name == "demo":
+            title, examples = name, demo_examples(limit)
+        else:
+            path = find_data(name, folder)
+            title, examples = path.stem, read_examples([path], limit)
+        if title in found:
+            raise ConfigError(f"two data sets are called {title!r}: name each once")
+        found[title] = examples
+    return found
+
+
+def find_data(name: str, folder: Path | None) -> Path:
+    """The file of a data set: see `read_named`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    path = Path(name)
+    if path.suffix or len(path.parts) != 1:
+        return path
+    if folder is None:
+        raise ConfigError(
+            f"there is no folder to look for the data set {name!r} in: give --data-folder or set "
+            "COINRAG_DATA, or give the path of a .jsonl file"
+        )
+    places = (folder, folder / "eval")
+    for place in places:
+        if (place / f"{name}.jsonl").is_file():
+            return place / f"{name}.jsonl"
+    there = sorted({path.stem for place in places for path in place.glob("*.jsonl")})
+    raise ConfigError(
+        f"there is no data set {name!r} in {folder}, only: {', '.join(there) or 'none at all'}"
+    )
+
+
 def demo_examples(limit: int | None = None) -> tuple[Example, ...]:
     """The demo's questions, each with its supporting articles and others that stand beside them."""
     documents = demo_documents()

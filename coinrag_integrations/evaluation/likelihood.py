@@ -13,6 +13,7 @@ from coinrag_integrations.engine.generation import check_room
 from coinrag_integrations.engine.plan import PrefixPlan
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt import Prompt
+from coinrag_integrations.engine.visibility import visible
 from coinrag_integrations.errors import ConfigError
 
 
@@ -35,21 +36,32 @@ def answer_logits(
 ) -> torch.Tensor:
     """Logits from which each token of `answer` would be chosen: fp32 [len(answer), V].
 
-    One forward pass over question and answer behind a prefix of one plan without online text.
+    One forward pass over the plan's online text, question and answer behind a prefix of one plan.
     Writes into the prefix's room, or copies it where there is too little.
 
     Raises:
-        ConfigError: no question or no answer, several plans, or a plan with online text.
+        ConfigError: no question or no answer, or several plans.
         BudgetError: prefix, question and answer do not fit the model's window.
     """
-    if len(prefix.plans) != 1 or prefix.plans[0].n_online:
-        raise ConfigError("likelihoods are computed behind one prefix whose text is all cached")
+    if len(prefix.plans) != 1:
+        raise ConfigError("likelihoods are computed behind one prefix")
     if not question or not answer:
         raise ConfigError("a likelihood needs a question and an answer of at least one token each")
-    check_room(model, prefix.plans[0], len(question), len(answer))
-    ids = torch.tensor([[*question, *answer[:-1]]], device=model.device)
+    (plan,) = prefix.plans
+    check_room(model, plan, len(question), len(answer))
+    ids, at = (it.to(model.device) for it in online_text(plan, [*question, *answer[:-1]]))
     cache = hf.prefix_cache(prefix.with_room(ids.shape[1]), prefix.n_entries)
-    return hf.last_logits(model.hf, ids, cache, len(answer))[0]
+    seen = None  # nothing is cached: the model's own mask is right, and much faster
+    if plan.n_entries:
+        rows = torch.cat((prefix.positions().to(model.device), at), dim=1)
+        seen = visible(rows, at, model.layer_windows)
+    return hf.last_logits(model.hf, ids, cache, len(answer), at, seen)[0]
+
+
+def online_text(plan: PrefixPlan, question: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions [1, m] of what is computed behind a plan's entries: its text, the question."""
+    at = [*plan.online_positions(), *range(plan.n_rows, plan.n_rows + len(question))]
+    return torch.tensor([[*plan.online_ids, *question]]), torch.tensor([at])
 
 
 def losses(logits: torch.Tensor, answer: Sequence[int]) -> torch.Tensor:

@@ -107,3 +107,9 @@ def test_dtypes_have_names_and_others_are_refused():
     assert choose_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
     with pytest.raises(ConfigError, match="not one of auto, float32"):
         choose_dtype("int8", CPU)
+
+
+def test_an_unknown_dtype_is_named_as_such(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="dtype 'float8' is not one of"):
+        load_model(tmp_path, dtype="float8", device="cpu")

@@ -59,7 +59,7 @@ def test_raw_entries_give_the_likelihood_behind_the_same_spans_placed_by_hand(mo
         entries = encode(model, [chunks[ref.chunk_id].token_ids])[0][ref.start : ref.stop]
         parts.append(placed(model, entries, range(n, n + len(ref))))
         n += len(ref)
-    plan = PrefixPlan(head=(), segments=(), online=(), n_entries=n, length=n)
+    plan = PrefixPlan(head=(), n_kept=n, segments=(), online=(), n_entries=n, length=n)
     prefix = Prefix(kv=torch.cat(parts, dim=4), plans=(plan,))
     answer = answer_ids(prompt, EXAMPLE.answers[0])
     found = losses(answer_logits(model, prefix, prompt.tail(EXAMPLE.question), answer), answer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coinrag_integrations.engine.plan import OnlineText, PrefixPlan
+from coinrag_integrations.engine.plan import OnlineText
 from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.prompt import PromptTemplate, build_prompt
 from coinrag_integrations.errors import BudgetError, ConfigError
@@ -49,6 +51,20 @@ def test_losses_are_those_of_a_plain_forward_pass(name):
     law()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-windowed"])
+def test_text_that_is_not_cached_is_computed_in_its_place(name):
+    """Nothing but text between the entries and the question: the same as text that is cached."""
+    model = supported_model(name)
+    text, question, answer = list(range(10, 60)), [7, 8, 9], [5, 6]
+    expected = direct(model, [*text, *question], answer)
+    for n in (1, 20, 49):
+        cached = prefix_of(model, text[:n], room=90)
+        online = (OnlineText(ids=tuple(text[n:]), position=n),)
+        plan = replace(cached.plans[0], online=online, length=len(text))
+        logits = answer_logits(model, Prefix(kv=cached.kv, plans=(plan,)), question, answer)
+        torch.testing.assert_close(losses(logits, answer), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_answer_begins_where_the_models_turn_or_the_words_leave_off(model):
     chat = build_prompt(model.tokenizer, PromptTemplate())
     assert answer_ids(chat, " Bastien Roule ") == model.tokenizer.encode("Bastien Roule").ids
@@ -68,10 +84,6 @@ def test_what_has_no_likelihood_is_refused(model):
             answer_logits(model, prefix, question, answer)
     with pytest.raises(ConfigError, match="one prefix"):
         answer_logits(model, Prefix(kv=prefix.kv, plans=prefix.plans * 2), [5], [6])
-    online = (OnlineText(ids=(9,), position=3),)
-    plan = PrefixPlan(head=(5, 6, 7), segments=(), online=online, n_entries=3, length=4)
-    with pytest.raises(ConfigError, match="all cached"):
-        answer_logits(model, Prefix(kv=prefix.kv, plans=(plan,)), [5], [6])
     with pytest.raises(BudgetError):
         answer_logits(model, prefix, [5] * model.window, [6])
 

@@ -1,0 +1,149 @@
+"""`coinrag eval`: rival methods on the same questions."""
+
+from __future__ import annotations
+
+import json as json_
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Column, Table
+
+from coinrag_integrations.cli.options import Chunks, DemoModel, Json, Nuggets
+from coinrag_integrations.cli.output import Output, megabytes
+
+if TYPE_CHECKING:
+    from coinrag_integrations.evaluation.summary import MethodSummary
+
+_DATA_FOLDER = "COINRAG_DATA"
+REPORT, TABLE = "report.json", "report.md"
+
+app = typer.Typer(help="Compare methods on questions with known answers.")
+
+
+@app.callback(invoke_without_command=True)
+def evaluate(
+    context: typer.Context,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--methods",
+            help="Methods, with commas between them (repeatable), as full,spans,cacheblend:0.3; "
+            "default: all.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="Data sets: names in the data folder, or .jsonl files (repeatable); default: the demo's.",
+        ),
+    ] = None,
+    data_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-folder",
+            envvar=_DATA_FOLDER,
+            help="Where named data sets lie.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="So many questions of each data set.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder of the results; an interrupted run goes on there.")
+    ] = Path("coinrag-eval"),
+    model: DemoModel = "demo",
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A reader adapter's folder.")
+    ] = None,
+    embedder: Annotated[
+        str, typer.Option("--embedder", help="Which embedder retrieves.")
+    ] = "minilm",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")
+    ] = "auto",
+    n_chunks: Chunks = 5,
+    n_nuggets: Nuggets = 10,
+    seed: Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")] = 0,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="Draw F1 against time and tokens.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """F1, likelihood, time to first token, active tokens and bytes of rival methods."""
+    if context.invoked_subcommand is not None:
+        return
+    output = Output(as_json=json)
+    from coinrag_integrations.engine import load_model
+    from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
+    from coinrag_integrations.evaluation.data import read_named
+    from coinrag_integrations.evaluation.plots import can_draw, draw
+    from coinrag_integrations.evaluation.rivals import METHODS, parse_method
+    from coinrag_integrations.evaluation.summary import summarise
+    from coinrag_integrations.files import write_text
+    from coinrag_integrations.settings import make_embedder, resolve_model
+
+    config = CompareConfig(n_chunks=n_chunks, n_nuggets=n_nuggets, seed=seed)
+    chosen = _split(methods) or list(METHODS)
+    for name in chosen:
+        parse_method(name)  # before anything takes time
+    examples = read_named(_split(data) or ["demo"], data_folder, limit)
+    with output.console.status("loading the model …"):
+        loaded = load_model(resolve_model(model), dtype=dtype)  # type: ignore[arg-type]  # it checks
+        reader = None
+        if adapter is not None:
+            from coinrag_integrations.engine.adapter import Adapter, with_adapter
+
+            reader = with_adapter(loaded, Adapter.load(adapter))
+    total = len(chosen) * sum(map(len, examples.values()))
+    with output.counting("measuring", total) as progress:
+        results = compare(
+            loaded,
+            examples,
+            chosen,
+            make_embedder(embedder),
+            out,
+            config,
+            reader=reader,
+            on_progress=lambda done: progress.update(progress.task_ids[0], completed=done),
+        )
+    summary = summarise(results, seed)
+    write_text(out / REPORT, json_.dumps(summary.to_dict(), indent=1) + "\n")
+    write_text(out / TABLE, summary.to_markdown())
+    for name, by_method in summary.data.items():
+        output.say(_table(name, by_method))
+    written = [RESULTS, REPORT, TABLE]
+    if plots and can_draw():
+        written += [path.name for path in draw(summary.data, out)]
+    elif plots:
+        output.say("no plots: pip install 'coinrag-integrations[eval]' for them")
+    output.say(f"in {out}: {', '.join(written)}")
+    output.result(summary.to_dict())
+
+
+def _split(names: list[str] | None) -> list[str]:
+    """Names from options that may hold several, with commas between them."""
+    return [name.strip() for part in names or () for name in part.split(",") if name.strip()]
+
+
+def _table(name: str, by_method: Mapping[str, MethodSummary]) -> Table:
+    table = Table(
+        Column("method", no_wrap=True),
+        *("F1", "95 %", "NLL", "empty", "tokens", "read", "P50 ms", "mean", "P99"),
+        title=f"{name}, n = {next(iter(by_method.values())).n}",
+    )
+    for method, it in by_method.items():
+        low, high = it.f1_ci
+        table.add_row(
+            method,
+            f"{100 * it.f1:.1f}",
+            f"{100 * low:.1f} to {100 * high:.1f}",
+            f"{it.nll:.3f}",
+            str(it.empty),
+            f"{it.entries:,.0f}",
+            megabytes(it.bytes_read),
+            *(f"{ms:.1f}" for ms in (it.ttft_ms.p50, it.ttft_ms.mean, it.ttft_ms.p99)),
+        )
+    return table

@@ -1,0 +1,235 @@
+"""All methods on the same questions: F1, likelihood, time, entries, bytes. Resumable, seeded.
+
+Every example is its own little store: its passages are the documents, and both stages of retrieval
+look at these alone, once for all methods. What a method may prepare offline is not timed; what it does
+once it is asked is, up to the first token. Entries come from memory: to what is measured, add the
+time that a disk takes for `bytes_read`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.chunking import CHUNK_TOKENS, chunk_document
+from coinrag_integrations.engine.fingerprint import canonical_digest
+from coinrag_integrations.engine.kernels import Implementation
+from coinrag_integrations.engine.layout import dtype_name
+from coinrag_integrations.engine.prompt import PromptTemplate
+from coinrag_integrations.engine.timings import Stopwatch
+from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.evaluation.data import Example
+from coinrag_integrations.evaluation.likelihood import answer_ids, losses
+from coinrag_integrations.evaluation.metrics import token_f1
+from coinrag_integrations.evaluation.results import Measured, ResultsFile
+from coinrag_integrations.evaluation.rivals import (
+    MAX_NEW_TOKENS,
+    Kitchen,
+    Method,
+    Task,
+    likelihood_logits,
+    make_task,
+    parse_method,
+    say,
+)
+from coinrag_integrations.evaluation.ttft import describe_machine
+from coinrag_integrations.nuggets import NuggetProposer, RuleProposer, extract_nuggets
+from coinrag_integrations.retrieval import Embedder
+
+RESULTS = "results.jsonl"
+_FORMAT = 1  # of what is measured: to be raised when a method changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareConfig:
+    """How wide to search, how to cut and ask, and in which order methods take turns (`seed`)."""
+
+    n_chunks: int = 5
+    n_nuggets: int = 10
+    chunk_tokens: int = CHUNK_TOKENS
+    max_new_tokens: int = MAX_NEW_TOKENS
+    seed: int = 0
+    kernels: Implementation = "auto"
+    prompt: PromptTemplate = field(default_factory=PromptTemplate)
+
+    def __post_init__(self) -> None:
+        """Refuse what selects or answers nothing."""
+        for name in ("n_chunks", "n_nuggets", "chunk_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: use at least 1")
+
+
+Results = Mapping[str, Mapping[str, Sequence[Measured]]]
+
+
+def compare(
+    model: LoadedModel,
+    data: Mapping[str, Sequence[Example]],
+    methods: Sequence[str],
+    embedder: Embedder,
+    folder: Path,
+    config: CompareConfig | None = None,
+    *,
+    reader: LoadedModel | None = None,
+    proposer: NuggetProposer | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Results:
+    """Measure every method on every example; by data set and method, in the examples' order.
+
+    Each measurement is appended to `results.jsonl` in `folder`; those that are there already, with
+    the same settings and on the same machine, are taken from it. `on_progress` is told how many there are.
+    `model` encodes what is cached, `reader` (the same, or with an adapter) computes all else.
+
+    Raises:
+        ConfigError: no data, no examples, no methods, one twice, or one that is not known.
+        BudgetError: an example does not fit the model's window.
+    """
+    config, proposer = config or CompareConfig(), proposer or RuleProposer()
+    chosen = [parse_method(name) for name in methods]
+    if not chosen or len({method.name for method in chosen}) < len(chosen):
+        raise ConfigError(f"methods must be named, each once: got {', '.join(methods) or 'none'}")
+    if not data or not all(data.values()):
+        raise ConfigError("no questions to measure: every data set needs at least one")
+    kitchen = Kitchen(model, config.prompt, reader=reader, kernels=config.kernels)
+    settings = _settings(kitchen, embedder, proposer, config)
+    digests = {name: _digests(examples) for name, examples in data.items()}
+    turns = random.Random(config.seed)
+    done, is_warm = 0, False
+    with ResultsFile(folder / RESULTS, settings) as results:
+        for name, examples in data.items():
+            for example, digest in zip(examples, digests[name], strict=True):
+                order = turns.sample(chosen, len(chosen))  # no method always follows the same one
+                missing = [m for m in order if (name, digest, m.name) not in results]
+                bench = _Bench.of(kitchen, example, embedder, proposer, config) if missing else None
+                if bench is not None and not is_warm:
+                    for method in missing:
+                        bench.measure(method)
+                    is_warm = True
+                for method in order:
+                    if bench is not None and method in missing:
+                        values = bench.measure(method)
+                        row = Measured(
+                            settings=settings,
+                            data=name,
+                            example=digest,
+                            method=method.name,
+                            **values,
+                        )
+                        results.add(row)
+                    done += 1
+                    if on_progress is not None:
+                        on_progress(done)
+                kitchen.forget()
+        return {
+            name: {
+                method.name: [results[name, digest, method.name] for digest in digests[name]]
+                for method in chosen
+            }
+            for name in data
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """One example, ready for every method."""
+
+    kitchen: Kitchen
+    example: Example
+    task: Task
+    answer: tuple[int, ...]
+    max_new_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        kitchen: Kitchen,
+        example: Example,
+        embedder: Embedder,
+        proposer: NuggetProposer,
+        config: CompareConfig,
+    ) -> _Bench:
+        tokenizer = kitchen.model.tokenizer
+        chunks = [
+            extract_nuggets(chunk, proposer)
+            for document in example.documents
+            for chunk in chunk_document(document, tokenizer, config.chunk_tokens)
+        ]
+        return cls(
+            kitchen=kitchen,
+            example=example,
+            task=make_task(
+                example.question,
+                chunks,
+                kitchen.prompt,
+                embedder,
+                n_chunks=config.n_chunks,
+                n_nuggets=config.n_nuggets,
+            ),
+            answer=answer_ids(kitchen.prompt, example.answers[0]),
+            max_new_tokens=config.max_new_tokens,
+        )
+
+    def measure(self, method: Method) -> dict[str, Any]:
+        """All of a `Measured` but what it is the measurement of."""
+        kitchen, task = self.kitchen, self.task
+        # The likelihood first: composing for it prepares what is offline.
+        logits = likelihood_logits(
+            kitchen.reader, method.compose(kitchen, task), task.tail, self.answer
+        )
+        nll = float(losses(logits, self.answer).mean())
+        watch = Stopwatch(kitchen.model.device)
+        with watch.part("compose"):
+            composed = method.compose(kitchen, task)
+        said = say(kitchen.reader, composed, task.tail, watch, self.max_new_tokens)
+        timings = watch.timings()
+        return {
+            "answer": said.text,
+            "f1": token_f1(said.text, self.example.answers),
+            "nll": nll,
+            "n_context": composed.n_context,
+            "bytes_read": composed.bytes_read,
+            "compose_ms": timings.compose_ms,
+            "ttft_ms": timings.ttft_ms,
+        }
+
+
+def _settings(
+    kitchen: Kitchen, embedder: Embedder, proposer: NuggetProposer, config: CompareConfig
+) -> str:
+    """A digest of everything that an answer or its time depends on, but question and method."""
+    model, reader = kitchen.model, kitchen.reader
+    asked = asdict(config)
+    del asked["seed"]  # it only changes who comes first
+    return canonical_digest(
+        {
+            "format": _FORMAT,
+            "weights": model.weights,
+            "reader": [reader.weights, reader.adapter],
+            "tokenizer": model.tokenizer.digest,
+            "rope": model.rope.digest,
+            "dtype": dtype_name(model.layout.dtype),
+            "kernels": kitchen.kernels.name,
+            "embedder": embedder.embedder_id,
+            "proposer": proposer.proposer_id,
+            "config": asked,
+            "machine": describe_machine(model.device),
+        }
+    )
+
+
+def _digests(examples: Sequence[Example]) -> list[str]:
+    """What names each example: its words, and which of those with the same words it is."""
+    seen: dict[str, int] = {}
+    digests = []
+    for example in examples:
+        texts = [document.text for document in example.documents]
+        digest = canonical_digest(
+            {"question": example.question, "answers": example.answers, "documents": texts}
+        )
+        seen[digest] = seen.get(digest, 0) + 1
+        digests.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+    return digests

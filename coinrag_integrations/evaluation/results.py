@@ -1,0 +1,120 @@
+"""Measured answers in a file of JSON lines, one written as soon as it is there. Knows no model.
+
+A run that was interrupted goes on: what was measured with the same settings is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from coinrag_integrations.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One answer of one method.
+
+    `settings` and `example` are digests of what it depends on; `n_context` counts the rows between
+    prompt and question, `nll` is in nats a token of the first gold answer.
+    """
+
+    settings: str
+    data: str
+    example: str
+    method: str
+    answer: str
+    f1: float
+    nll: float
+    n_context: int
+    bytes_read: int
+    compose_ms: float
+    ttft_ms: float
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is the measurement of, within some settings."""
+        return self.data, self.example, self.method
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was answered."""
+        return not self.answer.strip()
+
+
+class ResultsFile:
+    """Measurements of one setting in a file, which may hold those of others too."""
+
+    def __init__(self, path: Path, settings: str) -> None:
+        """Read what is there. A last line that was not finished is dropped, also from the file.
+
+        Raises:
+            ConfigError: the file cannot be read or written, or holds something else.
+        """
+        self.path, self.settings = path, settings
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        try:
+            self._found = {row.key: row for row in self._read() if row.settings == settings}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __contains__(self, key: object) -> bool:
+        """Whether something has been measured."""
+        return key in self._found
+
+    def __getitem__(self, key: tuple[str, str, str]) -> Measured:
+        """A measurement."""
+        return self._found[key]
+
+    def add(self, row: Measured) -> None:
+        """Note a measurement; it is in the file when this returns."""
+        self._file.write(json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self._found[row.key] = row
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self._file.close()
+
+    def _read(self) -> Iterator[Measured]:
+        self._file.seek(0)
+        whole = 0  # where the last finished line ends
+        try:
+            while (line := self._file.readline()).endswith(b"\n"):
+                whole = self._file.tell()
+                if line.strip():
+                    yield _measured(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self.path} holds something that is no measurement ({error}): give another folder"
+            ) from error
+        self._file.truncate(whole)
+        self._file.seek(0, 2)
+
+
+_FIELDS: Mapping[str, type[Any]] = {
+    field.name: {"str": str, "float": float, "int": int}[str(field.type)]
+    for field in fields(Measured)
+}
+
+
+def _measured(value: Any) -> Measured:
+    if not isinstance(value, dict) or set(value) != set(_FIELDS):
+        raise TypeError(f"a line has not exactly the fields {', '.join(_FIELDS)}")
+    for name, kind in _FIELDS.items():
+        known = (int, float) if kind is float else kind
+        if not isinstance(value[name], known):
+            raise TypeError(f"{name} is {value[name]!r}")
+    return Measured(**value)

@@ -1,0 +1,77 @@
+"""A task over three documents, and what full prefill says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.chunking import chunk_document
+from coinrag_integrations.evaluation.data import Example
+from coinrag_integrations.evaluation.rivals import (
+    Composed,
+    Kitchen,
+    Task,
+    likelihood_logits,
+    make_task,
+    parse_method,
+)
+from coinrag_integrations.nuggets import RuleProposer, extract_nuggets
+from coinrag_integrations.types import Chunk, Document
+from tests.tiny import HashEmbedder, forward
+
+TEXTS = (
+    "The tidal organ of Marenqué was built by Bastien Roule in 1923. It plays at every high tide.\n",
+    "The keeper of the north pier writes down each note.\n\nNobody reads it; the book is kept.\n",
+    "Copper pipes hang below the sea wall, and two keepers clean them each spring.\n",
+)
+EXAMPLE = Example(
+    question="Who built the tidal organ?",
+    answers=("Bastien Roule", "Roule"),
+    documents=tuple(Document(document_id=str(i), text=text) for i, text in enumerate(TEXTS)),
+    supporting=frozenset({"0"}),
+)
+ANSWER = (40, 41, 42, 43)
+
+
+def chunks_of(model: LoadedModel, size: int = 48) -> list[Chunk]:
+    cut = [c for d in EXAMPLE.documents for c in chunk_document(d, model.tokenizer, size)]
+    return [extract_nuggets(chunk, RuleProposer()) for chunk in cut]
+
+
+def task_of(kitchen: Kitchen, *, n_chunks: int = 4, n_nuggets: int = 5) -> Task:
+    return make_task(
+        EXAMPLE.question,
+        chunks_of(kitchen.model),
+        kitchen.prompt,
+        HashEmbedder(),
+        n_chunks=n_chunks,
+        n_nuggets=n_nuggets,
+    )
+
+
+def compose(kitchen: Kitchen, name: str, task: Task) -> Composed:
+    return parse_method(name).compose(kitchen, task)
+
+
+def logits(kitchen: Kitchen, name: str | Composed, task: Task) -> torch.Tensor:
+    """Logits [n, V] of each token of the answer behind a method's context."""
+    composed = compose(kitchen, name, task) if isinstance(name, str) else name
+    return likelihood_logits(kitchen.model, composed, task.tail, ANSWER)
+
+
+def plain(
+    model: LoadedModel, task: Task, context: Sequence[int], answer: Sequence[int] = ANSWER
+) -> torch.Tensor:
+    """The same logits from one pass of the model itself over all tokens."""
+    ids = [*task.head, *context, *task.tail, *answer]
+    return forward(model.hf, ids)[-len(answer) - 1 : -1].float()
+
+
+def chunk_ids(task: Task) -> list[int]:
+    return [i for chunk in task.chunks for i in chunk.token_ids]
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

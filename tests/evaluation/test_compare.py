@@ -1,0 +1,184 @@
+"""Comparing methods: measured once each, resumed, summed up the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coinrag_integrations.errors import BudgetError, ConfigError
+from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
+from coinrag_integrations.evaluation.likelihood import answer_ids, losses
+from coinrag_integrations.evaluation.metrics import token_f1
+from coinrag_integrations.evaluation.rivals import METHODS, Kitchen, make_task
+from coinrag_integrations.evaluation.summary import summarise
+from tests.evaluation.rivals.parts import EXAMPLE, chunks_of, plain
+from tests.tiny import HashEmbedder, tiny_model
+
+CONFIG = CompareConfig(n_chunks=3, n_nuggets=4, chunk_tokens=48, max_new_tokens=4)
+OTHER = replace(EXAMPLE, question="Who writes down each note?", answers=("the keeper",))
+DATA = {"a": (EXAMPLE, OTHER), "b": (OTHER,)}
+SOME = ("full", "spans", "legolink:4")
+
+
+def measure(model, folder, methods=SOME, data=DATA, config=CONFIG, **options):
+    return compare(model, data, methods, HashEmbedder(), folder, config, **options)
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]
+
+
+def without_times(results) -> dict:
+    return {
+        (name, method, i): (row.answer, row.f1, row.nll, row.n_context, row.bytes_read)
+        for name, methods in results.items()
+        for method, rows in methods.items()
+        for i, row in enumerate(rows)
+    }
+
+
+def test_every_method_is_measured_on_every_question(model, tmp_path):
+    seen: list[int] = []
+    results = measure(model, tmp_path, tuple(METHODS), on_progress=seen.append)
+    assert list(results) == ["a", "b"]
+    assert all(list(methods) == list(METHODS) for methods in results.values())
+    assert [len(results[name]["spans"]) for name in ("a", "b")] == [2, 1]
+    assert seen == list(range(1, 3 * len(METHODS) + 1))
+    assert len(lines(tmp_path)) == 3 * len(METHODS)
+    for methods in results.values():
+        for rows in methods.values():
+            for row in rows:
+                assert 0 <= row.f1 <= 1
+                assert 0 < row.compose_ms < row.ttft_ms
+                assert torch.tensor(row.nll).isfinite()
+
+
+def test_the_likelihood_is_that_of_the_first_answer(model, tmp_path):
+    row = measure(model, tmp_path, ("full",), {"a": (EXAMPLE,)})["a"]["full"][0]
+    kitchen = Kitchen(model)
+    task = make_task(
+        EXAMPLE.question, chunks_of(model), kitchen.prompt, HashEmbedder(), n_chunks=3, n_nuggets=4
+    )
+    answer = answer_ids(kitchen.prompt, "Bastien Roule")
+    ids = [i for chunk in task.chunks for i in chunk.token_ids]
+    expected = losses(plain(model, task, ids, answer), answer).mean()
+    assert row.nll == pytest.approx(float(expected), abs=1e-4)
+    assert row.f1 == token_f1(row.answer, EXAMPLE.answers)
+    assert "\n" not in row.answer
+
+
+def test_what_was_measured_is_not_measured_again(model, tmp_path):
+    first = measure(model, tmp_path)
+    before = (tmp_path / RESULTS).read_bytes()
+    again = measure(model, tmp_path)
+    assert (tmp_path / RESULTS).read_bytes() == before
+    assert again == first
+    assert summarise(again).to_markdown() == summarise(first).to_markdown()
+    wider = measure(model, tmp_path, (*SOME, "none"))
+    assert {k: v for k, v in wider["a"].items() if k != "none"} == first["a"]
+    assert len(lines(tmp_path)) == 4 * 3
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(model, tmp_path):
+    whole = measure(model, tmp_path / "whole")
+
+    def stop(done: int) -> None:
+        if done == 4:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        measure(model, tmp_path / "parts", on_progress=stop)
+    kept = lines(tmp_path / "parts")
+    assert len(kept) == 4
+    with (tmp_path / "parts" / RESULTS).open("ab") as file:
+        file.write('{"settings": "torné'.encode()[:-1])  # a process that died while it wrote
+    resumed = measure(model, tmp_path / "parts")
+    assert lines(tmp_path / "parts")[:4] == kept
+    assert len(lines(tmp_path / "parts")) == 9
+    assert without_times(resumed) == without_times(whole)
+    table = summarise(resumed)
+    for name, methods in summarise(whole).data.items():
+        for method, it in methods.items():
+            found = table.data[name][method]
+            assert replace(found, ttft_ms=it.ttft_ms) == it
+
+
+def test_other_settings_are_measured_anew(model, tmp_path):
+    data = {"a": (EXAMPLE,)}
+    measure(model, tmp_path, ("spans",), data)
+    for config in (replace(CONFIG, n_nuggets=1), replace(CONFIG, chunk_tokens=32)):
+        measure(model, tmp_path, ("spans",), data, config)
+    other = tiny_model(seed=1)
+    measure(other, tmp_path, ("spans",), data)
+    measure(model, tmp_path, ("spans",), data, reader=other)
+    rows = lines(tmp_path)
+    assert len({row["settings"] for row in rows}) == len(rows) == 5
+    measure(model, tmp_path, ("spans",), data, replace(CONFIG, seed=7))
+    assert len(lines(tmp_path)) == 5, "the seed only changes turns"
+
+
+def test_a_reader_computes_what_is_not_cached(model, tmp_path):
+    """Full prefill is the reader's alone; spans are cached by the model, and read by the reader."""
+    reader, data = tiny_model(seed=1), {"a": (EXAMPLE,)}
+    with_reader = measure(model, tmp_path, ("full", "spans"), data, reader=reader)["a"]
+    alone = measure(reader, tmp_path, ("full", "spans"), data)["a"]
+    assert with_reader["full"][0].nll == pytest.approx(alone["full"][0].nll, abs=1e-5)
+    assert with_reader["spans"][0].nll != pytest.approx(alone["spans"][0].nll, abs=1e-3)
+
+
+def test_the_same_question_twice_counts_twice(model, tmp_path):
+    results = measure(model, tmp_path, ("none",), {"a": (OTHER, OTHER)})
+    assert len(results["a"]["none"]) == len(lines(tmp_path)) == 2
+
+
+def test_half_precision_is_measured_too(tmp_path):
+    model = tiny_model(dtype=torch.bfloat16)
+    results = measure(model, tmp_path, tuple(METHODS), {"a": (EXAMPLE,)})["a"]
+    nlls = {name: rows[0].nll for name, rows in results.items()}
+    assert nlls["full"] == pytest.approx(nlls["prefix"], rel=0.05)
+
+
+def test_what_cannot_be_measured_is_refused(model, tmp_path):
+    for methods in ((), ("spans", "spans")):
+        with pytest.raises(ConfigError, match="each once"):
+            measure(model, tmp_path, methods)
+    for data in ({}, {"a": ()}):
+        with pytest.raises(ConfigError, match="no questions"):
+            measure(model, tmp_path, data=data)
+    for name, message in (
+        ("span", "not known: use some of none, full"),
+        ("spans:3", "takes no number"),
+        ("cacheblend:2", "a number from 0 to 1"),
+        ("cacheblend:nan", "a number from 0 to 1"),
+        ("legolink:0", "a whole number from 1"),
+        ("strided:1.5", "a whole number"),
+        ("kvlink:", "a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            measure(model, tmp_path, (name,))
+    with pytest.raises(ConfigError, match="n_chunks is 0"):
+        CompareConfig(n_chunks=0)
+    short = tiny_model(max_position_embeddings=64)
+    with pytest.raises(BudgetError):
+        measure(short, tmp_path, ("full",))
+
+
+@pytest.mark.parametrize("line", ["[1]", "{", '{"settings": 1}'])
+def test_a_file_of_something_else_is_left_alone(model, tmp_path, line):
+    (tmp_path / RESULTS).write_text(line + "\n")
+    with pytest.raises(ConfigError, match="no measurement"):
+        measure(model, tmp_path)
+    assert (tmp_path / RESULTS).read_text() == line + "\n"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        measure(model, tmp_path / "file")

@@ -13,8 +13,8 @@ from langchain_core.runnables import Runnable
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.engine import mark, strip_handles
+from coinrag_integrations.engine.handles import CLOSE
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval.embedders import Vectors, unit_vectors
 from coinrag_integrations.types import Chunk, Document, Nugget, ScoredSpan
 
@@ -45,16 +45,12 @@ def context_of(document: LangDocument) -> ScoredSpan | str:
 
 
 def text_of(document: LangDocument) -> str:
-    """A document's words, without handles."""
-    return strip_handles(document.page_content)
-
-
-def marked_text(rag: CoinRAG, document: LangDocument) -> str:
-    """A document's words behind the handle of the span that it stands for, if it stands for one."""
-    found = context_of(document)
-    if isinstance(found, str):
-        return found
-    return mark(rag.engine.handles.handle(found.ref), found.text)
+    """A document's words, without the handle around them; words that look like one are kept."""
+    content, expected = document.page_content, document.metadata.get("coinrag_digest")
+    for words in (content, content.partition("\u27e7")[2].removesuffix(CLOSE)):
+        if _adapters.digest(words) == expected:
+            return words
+    return strip_handles(content)
 
 
 def document_of_chunk(chunk: Chunk, metadata: dict[str, Any]) -> LangDocument:

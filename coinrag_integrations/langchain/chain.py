@@ -41,7 +41,7 @@ class CoinRAGGenerator(RunnableSerializable[dict[str, Any], str]):
         >>> generator.invoke({"question": question, "documents": retriever.invoke(question)})
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     rag: CoinRAG
     generation: GenerationConfig | None = None
@@ -73,6 +73,7 @@ class CoinRAGGenerator(RunnableSerializable[dict[str, Any], str]):
         self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any | None
     ) -> AsyncIterator[str]:
         """Like `stream`, off the event loop."""
+        _no_options(kwargs)
         pieces = self._atransform_stream_with_config(_once(input), self._apieces, config, **kwargs)
         async with _closing(pieces):
             async for piece in pieces:
@@ -163,6 +164,7 @@ class _CoinRAGChain(RunnableSerializable[str | dict[str, Any], dict[str, Any]]):
         config: RunnableConfig | None = None,
         **kwargs: Any | None,
     ) -> AsyncIterator[dict[str, Any]]:
+        _no_options(kwargs)
         steps = self._atransform_stream_with_config(
             _once(input), self._atransformed, config, **kwargs
         )
@@ -277,6 +279,12 @@ async def _aiterate(stream: ReplyStream | None) -> AsyncIterator[str]:
     async with _closing(_adapters.off_loop(stream)) as pieces:
         async for piece in pieces:
             yield piece
+
+
+def _no_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of a call; LangChain's own error of an async stream would not name them."""
+    if given:
+        raise TypeError(f"{', '.join(sorted(given))}: a call takes no options")
 
 
 def _key(value: Mapping[str, Any], names: Sequence[str]) -> str:

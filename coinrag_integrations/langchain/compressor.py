@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.documents import Document as LangDocument
-from pydantic import Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from coinrag_integrations.langchain._convert import text_of
 from coinrag_integrations.retrieval import CrossEncoder
@@ -27,6 +27,8 @@ class CoinRAGRerank(BaseDocumentCompressor):
         ...     base_compressor=CoinRAGRerank(top_n=5), base_retriever=CoinRAGRetriever(rag=rag, k=20)
         ... )
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     model: str = BGE_RERANKER
     top_n: int = Field(default=5, gt=0)

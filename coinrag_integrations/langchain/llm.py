@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
-from langchain_core.language_models import LLM
-from langchain_core.outputs import GenerationChunk
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import ConfigDict, Field
 
 from coinrag_integrations import _adapters
-from coinrag_integrations.engine import AnswerStream, strip_handles
+from coinrag_integrations.engine import Answer, AnswerStream, strip_handles
 from coinrag_integrations.rag import CoinRAG
 
 
-class CoinRAGLLM(LLM):
+class CoinRAGLLM(BaseLLM):
     """Goes on after a text, without a chat template; marked passages are read as KV.
 
     >>> CoinRAGLLM(rag=rag, max_tokens=32).invoke("The tidal organ was built by")
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     rag: CoinRAG = Field(exclude=True, repr=False)
     max_tokens: int = Field(default=256, gt=0)
@@ -43,6 +45,7 @@ class CoinRAGLLM(LLM):
         return {
             "model_name": engine.model.name,
             "fingerprint": engine.fingerprint.digest,
+            "adapter": engine.reader.adapter,
             "scope": str(engine.scope),
             **_adapters.call_options(self, {}, also=("stop",)),
         }
@@ -51,14 +54,35 @@ class CoinRAGLLM(LLM):
         """The model's own tokens of a text; handles are none."""
         return list(self.rag.engine.model.tokenizer.encode(strip_handles(text)).ids)
 
-    def _call(
+    def _generate(
         self,
-        prompt: str,
+        prompts: list[str],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> str:
-        return strip_handles("".join(self._open(prompt, stop, kwargs)))
+    ) -> LLMResult:
+        generations = []
+        for prompt in prompts:
+            for _ in (stream := self._open(prompt, stop, kwargs)):
+                pass
+            generations.append([_generation(stream.answer)])
+        return LLMResult(generations=generations)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        generations = []
+        for prompt in prompts:
+            stream = await asyncio.to_thread(self._open, prompt, stop, kwargs)
+            async with aclosing(_adapters.off_loop(stream)) as pieces:
+                async for _ in pieces:
+                    pass
+            generations.append([_generation(stream.answer)])
+        return LLMResult(generations=generations)
 
     def _stream(
         self,
@@ -76,10 +100,17 @@ class CoinRAGLLM(LLM):
                 yield chunk
         finally:
             stream.close()
-        report = {"coinrag": _adapters.report_of(stream.answer)}
-        yield GenerationChunk(text="", generation_info=report)
+        yield GenerationChunk(text="", generation_info=_said_of(stream.answer))
 
     def _open(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerStream:
         options = _adapters.call_options(self, kwargs)
         generation = _adapters.generation_of(options, self.stop if stop is None else stop)
         return self.rag.engine.complete(prompt, generation, use_kv=options["use_kv"])
+
+
+def _said_of(answer: Answer) -> dict[str, Any]:
+    return {"coinrag": _adapters.report_of(answer)}
+
+
+def _generation(answer: Answer) -> Generation:
+    return Generation(text=strip_handles(answer.text), generation_info=_said_of(answer))

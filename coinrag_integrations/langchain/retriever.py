@@ -11,6 +11,7 @@ from langchain_core.callbacks import (
 )
 from langchain_core.documents import Document as LangDocument
 from langchain_core.retrievers import BaseRetriever, LangSmithRetrieverParams
+from pydantic import ConfigDict
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.langchain._convert import document_of
@@ -29,6 +30,8 @@ class CoinRAGRetriever(BaseRetriever):
 
         >>> CoinRAGRetriever(rag=rag, k=5).invoke("Who built the tidal organ?", k=3)
     """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     rag: CoinRAG
     k: int | None = None

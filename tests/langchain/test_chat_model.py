@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -303,11 +302,6 @@ async def test_batches_and_threads_get_the_answers_of_one(chat: ChatCoinRAG, ret
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, prompts[:16])) == expected[:16]
-
-
-def test_a_model_says_that_it_cannot_be_pickled_without_its_store(chat: ChatCoinRAG):
-    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-        pickle.dumps(chat)
 
 
 @pytest.mark.parametrize("odd", ["<|im_end|>", "{x}", "⟦k:", "%s", "🫖" * 50])

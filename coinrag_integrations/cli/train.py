@@ -78,6 +78,7 @@ def reader(
             make_embedder(embedder),
             output_folder,
             config,
+            data=[path.name for path in data],
             max_seconds=None if minutes is None else 60 * minutes,
             on_progress=show,
         )

@@ -23,12 +23,13 @@ from coinrag_integrations.errors import BudgetError, ConfigError, ModelError
 from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.files import write_text
 from coinrag_integrations.retrieval import Embedder
+from coinrag_integrations.training.card import model_card
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.examples import mixed
 from coinrag_integrations.training.samples import Kitchen, Sample
 
 _AHEAD = 4  # samples prepared and not yet learnt from
-STATE_FILE, LOG_FILE = "training.pt", "training.jsonl"
+STATE_FILE, LOG_FILE, CARD_FILE = "training.pt", "training.jsonl", "MODEL_CARD.md"
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ def train_reader(
     folder: Path,
     config: ReaderConfig | None = None,
     *,
+    data: Sequence[str] = (),
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrainingReport:
@@ -62,6 +64,7 @@ def train_reader(
 
     A slice of the examples is held out. Interrupted, it goes on from the last check when called again
     with the same folder and config. `max_seconds` ends it early, its learning rate planned for that.
+    `data` says where the examples came from, for the model card.
 
     Raises:
         ConfigError: too few examples, or the folder was begun with another config.
@@ -77,7 +80,7 @@ def train_reader(
     order = Random(config.seed).sample(range(len(examples)), len(examples))
     held = [examples[i] for i in order[: config.n_held_out]]
     kept = [examples[i] for i in order[config.n_held_out :]]
-    run = _Run(model, Kitchen.of(model, embedder, config), config, folder)
+    run = _Run(model, Kitchen.of(model, embedder, config), config, folder, data)
     run.resume()
     return run.train(mixed(kept, config), held, max_seconds, on_progress or (lambda _: None))
 
@@ -86,9 +89,15 @@ class _Run:
     """One training: its model, optimiser and report."""
 
     def __init__(
-        self, model: LoadedModel, kitchen: Kitchen, config: ReaderConfig, folder: Path
+        self,
+        model: LoadedModel,
+        kitchen: Kitchen,
+        config: ReaderConfig,
+        folder: Path,
+        data: Sequence[str],
     ) -> None:
         self.base, self.kitchen, self.config, self.folder = model, kitchen, config, folder
+        self.data = data
         torch.manual_seed(config.seed)
         self.peft = _lora(model, config)
         self.weights = [p for p in self.peft.parameters() if p.requires_grad]
@@ -219,8 +228,11 @@ class _Run:
         dtype = self.base.layout.dtype
         save_file({k: v.to(dtype) for k, v in load_file(path).items()}, path)
         owner = {"weights": self.base.weights, "dtype": str(dtype)}
-        text = {**owner, "config": _plain(self.config), "report": asdict(self.report)}
+        config, report = _plain(self.config), asdict(self.report)
+        text = {**owner, "config": config, "report": report}
         write_text(self.folder / BASE_FILE, json.dumps(text, indent=1) + "\n")
+        card = model_card(self.base.name, config, report, self.data)
+        write_text(self.folder / CARD_FILE, card)
 
     def _set_rate(self, done: float) -> None:
         """Linear warm-up, then a cosine to zero."""

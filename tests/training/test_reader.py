@@ -70,6 +70,9 @@ def test_it_learns_and_leaves_the_base_alone(model: LoadedModel, trained):
         for a, b in zip(model.hf.parameters(), tiny_model().hf.parameters(), strict=True)
     )
     assert Adapter.load(folder).base == (model.weights, "torch.float32")
+    card = (folder / "MODEL_CARD.md").read_text()
+    assert "Reader adapter for tiny" in card
+    assert f"| {report.best_step} | {losses[report.best_step]:.3f} |" in card
 
 
 def test_it_is_served_as_it_was_trained(model: LoadedModel, trained):

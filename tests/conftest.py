@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex, open_client
+from tests.chroma_server import serving
 from tests.commands import Run, runner
 from tests.tiny import HashEmbedder, tiny_model
 
@@ -72,3 +73,10 @@ def rag(engine: Engine) -> CoinRAG:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command of ours."""
     return runner(monkeypatch, capsys)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A Chroma server in a process of its own: its address, and a way to end it."""
+    with serving(tmp_path / "s") as it:
+        yield it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ def read_documents(
                 document_id=row.id,
                 text=row.text or "",
                 metadata=_metadata(row, notes),
-                vector=row.vector.tolist() if with_vectors else None,
+                vector=array("f", row.vector.tobytes()) if with_vectors else None,
             )
 
 

@@ -20,7 +20,12 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from tests.tiny import HashEmbedder
 
-NO_TELEMETRY = ChromaSettings(anonymized_telemetry=False)
+
+def no_telemetry() -> ChromaSettings:
+    """Of its own for each client: Chroma writes into it."""
+    return ChromaSettings(anonymized_telemetry=False)
+
+
 _PAGE = 2000  # neither framework keeps to Chroma's limit of 5,461 by itself
 
 
@@ -53,7 +58,7 @@ class HashEmbedding(BaseEmbedding):
 
 @contextmanager
 def client_of(folder: Path) -> Iterator[chromadb.ClientAPI]:
-    client = chromadb.PersistentClient(str(folder), NO_TELEMETRY)
+    client = chromadb.PersistentClient(str(folder), no_telemetry())
     try:
         yield client
     finally:

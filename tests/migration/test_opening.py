@@ -14,8 +14,8 @@ from llama_index.core import VectorStoreIndex
 from coinrag_integrations.errors import ConfigError, SpanIndexError
 from coinrag_integrations.migration import describe, folder_bytes, open_collection, read_documents
 from coinrag_integrations.migration.rows import Notes
+from coinrag_integrations.retrieval import open_client
 from tests.migration.collections import (
-    NO_TELEMETRY,
     HashEmbedding,
     client_of,
     digests,
@@ -23,6 +23,7 @@ from tests.migration.collections import (
     fill_llamaindex,
     langchain_store,
     llamaindex_store,
+    no_telemetry,
 )
 
 TEXTS = ["The organ is old.", "The pier is green."]
@@ -142,7 +143,7 @@ def test_collections_say_what_they_are(tmp_path: Path):
             info = describe(collection)
         assert (info.name, info.framework, info.n_rows) == ("app", framework, 2)
         assert (info.n_dimensions, info.space, info.has_unit_vectors) == (64, "l2", True)
-    client = chromadb.EphemeralClient(NO_TELEMETRY)
+    client = chromadb.EphemeralClient(no_telemetry())
     for space in ("cosine", "ip", "l2"):
         for options in (
             {"configuration": {"hnsw": {"space": space}}},
@@ -153,3 +154,13 @@ def test_collections_say_what_they_are(tmp_path: Path):
             info = describe(collection)
             assert (info.space, info.has_unit_vectors) == (space, False)
             client.delete_collection("x-y-z")
+
+
+def test_a_collection_of_a_server_is_read(server: tuple[str, object]):
+    address, _ = server
+    client = open_client(address)
+    collection = client.create_collection("served", embedding_function=None)
+    collection.add(ids=["a", "b"], documents=TEXTS, embeddings=[[1.0, 0.0], [0.0, 1.0]])
+    assert texts_of(address) == texts_of(address, "served") == TEXTS
+    with pytest.raises(SpanIndexError, match=r"no collection 'other'\. Collections: served"):
+        texts_of(address, "other")

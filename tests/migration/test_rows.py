@@ -16,12 +16,12 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from coinrag_integrations.migration import open_collection, read_documents
 from coinrag_integrations.migration.rows import Notes, Row, read_rows
 from coinrag_integrations.types import Document
-from tests.migration.collections import NO_TELEMETRY, HashEmbedding, fill_llamaindex
+from tests.migration.collections import HashEmbedding, fill_llamaindex, no_telemetry
 
 
 def documents_of(rows: list[dict], **options: bool) -> tuple[list[Document], Notes]:
     """Through a real collection."""
-    client = chromadb.EphemeralClient(NO_TELEMETRY)
+    client = chromadb.EphemeralClient(no_telemetry())
     collection = client.create_collection(f"c{uuid4().hex}", embedding_function=None)
     for number, row in enumerate(rows):
         collection.add(
@@ -57,7 +57,7 @@ def test_metadata_are_kept_and_what_cannot_be_is_counted():
 
 def test_vectors_come_along_unless_they_are_not_wanted():
     rows = [{"text": "x", "vector": [3.0, 4.0]}]
-    assert documents_of(rows)[0][0].vector == [3.0, 4.0]
+    assert list(documents_of(rows)[0][0].vector) == [3.0, 4.0]
     assert documents_of(rows, with_vectors=False)[0][0].vector is None
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import chromadb.errors
 import httpx
 import pytest
@@ -15,6 +9,7 @@ import pytest
 from coinrag_integrations.errors import ConfigError, SpanIndexError
 from coinrag_integrations.retrieval import RetrievalConfig, SpanIndex, open_client
 from coinrag_integrations.retrieval.chroma import clean_metadata, guard, pages
+from tests.chroma_server import free_port
 from tests.retrieval.parts import make_chunk
 from tests.tiny import HashEmbedder
 
@@ -62,43 +57,6 @@ def test_a_server_that_is_not_there_is_named_with_the_command_to_start_it():
     port = free_port()
     with pytest.raises(SpanIndexError, match=rf"is it running \(chroma run --port {port}\)"):
         open_client(f"http://127.0.0.1:{port}")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def wait_until_it_answers(process: subprocess.Popen, port: int) -> None:
-    for _ in range(300):
-        assert process.poll() is None, "the server ended"
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/api/v2/heartbeat").raise_for_status()
-        except httpx.HTTPError:
-            time.sleep(0.1)
-        else:
-            return
-    pytest.fail("the server does not answer")
-
-
-@pytest.fixture
-def server(tmp_path):
-    """A real server in a process of its own: its address, and a way to end it."""
-    port = free_port()
-    program = Path(sys.executable).with_name("chroma")
-    command = [program, "run", "--host", "127.0.0.1", "--port", str(port), "--path", tmp_path / "s"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def stop() -> None:
-        process.kill()
-        process.wait()
-
-    try:
-        wait_until_it_answers(process, port)
-        yield f"http://127.0.0.1:{port}", stop
-    finally:
-        stop()
 
 
 def test_a_server_finds_what_memory_finds_and_its_end_is_an_error_of_ours(server):

@@ -285,6 +285,8 @@ def report_of(answer: Answer) -> dict[str, Any]:
 def call_options(model: Any, given: Mapping[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
     """What decides about an answer: the fields of a framework's model, unless a call says otherwise.
 
+    None says nothing.
+
     Raises:
         ConfigError: a call gives something else.
     """
@@ -293,7 +295,8 @@ def call_options(model: Any, given: Mapping[str, Any], also: Sequence[str] = ())
         raise ConfigError(
             f"{', '.join(sorted(unknown))}: no such option. A call takes stop, {', '.join(known)}"
         )
-    return {name: given.get(name, getattr(model, name)) for name in known}
+    said = {name: value for name, value in given.items() if value is not None}
+    return {name: said.get(name, getattr(model, name)) for name in known}
 
 
 def generation_of(options: Mapping[str, Any], stop: Sequence[str] | str | None) -> GenerationConfig:

@@ -310,3 +310,8 @@ def test_odd_words_are_words(chat: ChatCoinRAG, filled: CoinRAG, odd: str):
     one = chat.invoke("x").usage_metadata["input_tokens"] - len(tokenizer.encode("x").ids)
     used = chat.invoke(odd).usage_metadata["input_tokens"]
     assert used == one + len(tokenizer.encode(odd).ids)
+
+
+def test_none_says_nothing(chat: ChatCoinRAG):
+    options = dict.fromkeys(("max_tokens", "temperature", "top_p", "seed", "stop", "timeout"))
+    assert chat.invoke(QUESTION, **options).content == chat.invoke(QUESTION).content

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from coinrag_integrations.cli.options import Collection, Json, Store, Tenant, parse_bytes
+from coinrag_integrations.cli.options import (
+    Codec,
+    Collection,
+    Coverage,
+    Json,
+    NewModel,
+    Store,
+    Tenant,
+    parse_bytes,
+)
 from coinrag_integrations.cli.output import Output, megabytes
 
 
@@ -17,10 +26,7 @@ def build(
         list[Path], typer.Argument(help="Files or folders: txt, md, html, pdf, jsonl.")
     ],
     store: Store,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Local folder, hub name, or 'demo' (default for a new store)."),
-    ] = None,
+    model: NewModel = None,
     embedder: Annotated[
         str | None, typer.Option(help="'minilm' (default), 'bge-m3', or 'bge-m3:<folder>'.")
     ] = None,
@@ -30,12 +36,8 @@ def build(
     context: Annotated[
         str | None, typer.Option(help="Encode chunks 'alone' (default) or 'after_prompt'.")
     ] = None,
-    coverage: Annotated[
-        str | None, typer.Option(help="Keep the KV of 'nuggets' (default) or 'all' tokens.")
-    ] = None,
-    codec: Annotated[
-        str | None, typer.Option(help="Keep KV as it is ('none', default), as 'int8' or 'int4'.")
-    ] = None,
+    coverage: Coverage = None,
+    codec: Codec = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk (default 512).")] = None,
     tenant: Tenant = "default",
     collection: Collection = "main",

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coinrag_integrations.cli.options import Collection, Json, Store, Tenant
+from coinrag_integrations.cli.options import (
+    Codec,
+    Collection,
+    Coverage,
+    Json,
+    NewModel,
+    Store,
+    Tenant,
+)
 from coinrag_integrations.cli.output import Output, megabytes
 from coinrag_integrations.cli.plan import show_estimate
 
@@ -40,10 +48,7 @@ def migrate(
         str | None,
         typer.Option("--from", help="The collection; needed where there is more than one."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Local folder, hub name, or 'demo' (default for a new store)."),
-    ] = None,
+    model: NewModel = None,
     embedder: Annotated[
         str | None,
         typer.Option(
@@ -53,12 +58,8 @@ def migrate(
     reembed: Annotated[
         bool, typer.Option("--reembed", help="Embed all texts anew, with any embedder.")
     ] = False,
-    coverage: Annotated[
-        str | None, typer.Option(help="Keep the KV of 'nuggets' (default) or 'all' tokens.")
-    ] = None,
-    codec: Annotated[
-        str | None, typer.Option(help="Keep KV as it is ('none', default), as 'int8' or 'int4'.")
-    ] = None,
+    coverage: Coverage = None,
+    codec: Codec = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(

@@ -18,6 +18,18 @@ Model = Annotated[
     str | None,
     typer.Option("--model", help="Local folder, hub name, or 'demo'. Default: what the store has."),
 ]
+NewModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Local folder, hub name, or 'demo' (default for a new store)."),
+]
+Coverage = Annotated[
+    str | None,
+    typer.Option("--coverage", help="Keep the KV of 'nuggets' (default) or 'all' tokens."),
+]
+Codec = Annotated[
+    str | None,
+    typer.Option("--codec", help="Keep KV as it is ('none', default), as 'int8' or 'int4'."),
+]
 Adapter = Annotated[
     str | None,
     typer.Option(

@@ -5,6 +5,6 @@ from __future__ import annotations
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.examples import mixed
 from coinrag_integrations.training.reader import TrainingReport, train_reader
-from coinrag_integrations.training.samples import Kitchen, Sample
+from coinrag_integrations.training.samples import Sample, Sampler
 
-__all__ = ["Kitchen", "ReaderConfig", "Sample", "TrainingReport", "mixed", "train_reader"]
+__all__ = ["ReaderConfig", "Sample", "Sampler", "TrainingReport", "mixed", "train_reader"]

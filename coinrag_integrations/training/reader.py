@@ -26,7 +26,7 @@ from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.training.card import model_card
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.examples import mixed
-from coinrag_integrations.training.samples import Kitchen, Sample
+from coinrag_integrations.training.samples import Sample, Sampler
 
 _AHEAD = 4  # samples prepared and not yet learnt from
 STATE_FILE, LOG_FILE, CARD_FILE = "training.pt", "training.jsonl", "MODEL_CARD.md"
@@ -80,7 +80,7 @@ def train_reader(
     order = Random(config.seed).sample(range(len(examples)), len(examples))
     held = [examples[i] for i in order[: config.n_held_out]]
     kept = [examples[i] for i in order[config.n_held_out :]]
-    run = _Run(model, Kitchen.of(model, embedder, config), config, folder, data)
+    run = _Run(model, Sampler.of(model, embedder, config), config, folder, data)
     run.resume()
     return run.train(mixed(kept, config), held, max_seconds, on_progress or (lambda _: None))
 
@@ -91,12 +91,12 @@ class _Run:
     def __init__(
         self,
         model: LoadedModel,
-        kitchen: Kitchen,
+        sampler: Sampler,
         config: ReaderConfig,
         folder: Path,
         data: Sequence[str],
     ) -> None:
-        self.base, self.kitchen, self.config, self.folder = model, kitchen, config, folder
+        self.base, self.sampler, self.config, self.folder = model, sampler, config, folder
         self.data = data
         torch.manual_seed(config.seed)
         self.peft = _lora(model, config)
@@ -115,7 +115,7 @@ class _Run:
     ) -> TrainingReport:
         report, config = self.report, self.config
         spent, begin = report.seconds, time.monotonic()
-        tests = [self.kitchen.sample(example, Random(i)) for i, example in enumerate(held)]
+        tests = [self.sampler.sample(example, Random(i)) for i, example in enumerate(held)]
         for _ in range(report.n_examples + report.n_too_long):  # those of before the interruption
             next(examples)
         if not report.held_out:
@@ -180,7 +180,7 @@ class _Run:
     def _sample(self, example: Example, number: int) -> Sample | None:
         """The sample of an example, the same in every run; None if it does not fit."""
         try:
-            return self.kitchen.sample(example, Random(f"{self.config.seed}:{number}"))
+            return self.sampler.sample(example, Random(f"{self.config.seed}:{number}"))
         except BudgetError:
             return None
 

@@ -15,7 +15,7 @@ from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel, hf
 from coinrag_integrations.engine.adapter import Adapter, with_adapter
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.data import Example
-from coinrag_integrations.training import Kitchen, ReaderConfig, TrainingReport, mixed, train_reader
+from coinrag_integrations.training import ReaderConfig, Sampler, TrainingReport, mixed, train_reader
 from coinrag_integrations.types import Document
 from tests.tiny import HashEmbedder, tiny_model
 
@@ -78,11 +78,11 @@ def test_it_learns_and_leaves_the_base_alone(model: LoadedModel, trained):
 def test_it_is_served_as_it_was_trained(model: LoadedModel, trained):
     folder, report = trained
     reader = with_adapter(model, Adapter.load(folder))
-    kitchen = Kitchen.of(model, HashEmbedder(), CONFIG)
+    sampler = Sampler.of(model, HashEmbedder(), CONFIG)
     held = [EXAMPLES[i] for i in Random(0).sample(range(60), 60)[:6]]
     losses = []
     for i, it in enumerate(held):
-        sample = kitchen.sample(it, Random(i))
+        sample = sampler.sample(it, Random(i))
         ids = torch.tensor([sample.ids])
         with torch.no_grad():
             logits = hf.logits_behind(reader.hf, ids[:, :-1], sample.kv, sample.n_answer)
@@ -93,7 +93,7 @@ def test_it_is_served_as_it_was_trained(model: LoadedModel, trained):
 
 
 def test_gradients_stay_behind_the_cached_part(model: LoadedModel):
-    sample = Kitchen.of(model, HashEmbedder(), CONFIG).sample(EXAMPLES[0], Random(0))
+    sample = Sampler.of(model, HashEmbedder(), CONFIG).sample(EXAMPLES[0], Random(0))
     before = sample.kv.clone()
     ids = torch.tensor([sample.ids])
     grads = model.hf.model.layers[0].self_attn.q_proj.weight
@@ -132,11 +132,11 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
 
 
 def test_the_twin_computes_the_same_tokens_as_text(model: LoadedModel):
-    spans = Kitchen.of(model, HashEmbedder(), replace(CONFIG, shuffle=0))
-    text = Kitchen.of(model, HashEmbedder(), replace(CONFIG, shuffle=0, context="text"))
+    spans = Sampler.of(model, HashEmbedder(), replace(CONFIG, shuffle=0))
+    text = Sampler.of(model, HashEmbedder(), replace(CONFIG, shuffle=0, context="text"))
     a, b = spans.sample(EXAMPLES[3], Random(0)), text.sample(EXAMPLES[3], Random(0))
     assert b.ids[-len(a.ids) :] == a.ids
-    assert b.ids[: len(spans.prompt.head)] == spans.prompt.head
+    assert b.ids[: len(spans.kitchen.prompt.head)] == spans.kitchen.prompt.head
     assert a.kv.shape[4] + len(a.ids) == b.kv.shape[4] + len(b.ids)
 
 

@@ -42,6 +42,7 @@ from coinrag_integrations.retrieval import (
     open_client,
 )
 from coinrag_integrations.settings import (
+    DEMO,
     INDEX_MARK,
     PREFIX,
     SETTINGS_FILE,
@@ -157,7 +158,7 @@ class CoinRAG:
         (`EngineConfig`, MiniLM, a Chroma database inside the store). Only documents of `tenant` and
         `collection` can be seen or changed. `limits` become those of the store,
         `remote` (a URL that fsspec knows) the storage behind it. `adapter` is the folder of a reader
-        adapter ("" for none): answers are computed with it, what is cached stays as it is.
+        adapter ("" for none; the demo model has one): answers are computed with it, what is cached stays.
         `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
@@ -171,7 +172,8 @@ class CoinRAG:
         if is_new and model is not None:
             # Stores that share a server must not share collections.
             own = f"{PREFIX}_{uuid4().hex[:8]}" if chroma else PREFIX
-            before = StoreSettings(model=_name(model), prefix=own)
+            reader = DEMO if _name(model) == DEMO else None
+            before = StoreSettings(model=_name(model), prefix=own, adapter=reader)
         else:
             before = StoreSettings.load(folder)
         settings = replace(
@@ -190,7 +192,7 @@ class CoinRAG:
             make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
         )
         server = open_client(settings.chroma) if settings.chroma else None
-        reader = load_adapter(settings.adapter)
+        adapted = load_adapter(settings.adapter)
         loaded = (
             model
             if isinstance(model, LoadedModel)
@@ -205,7 +207,7 @@ class CoinRAG:
                 scope=scope,
                 limits=settings.limits,
                 remote=open_remote(settings.remote),
-                adapter=reader,
+                adapter=adapted,
                 add_fingerprint=add_fingerprint,
             )
             opened.callback(engine.close)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coinrag_integrations.demo.model import ensure_demo_model
+from coinrag_integrations.demo.model import DEMO_READER, ensure_demo_model
 from coinrag_integrations.engine import EngineConfig, PromptTemplate
 from coinrag_integrations.engine.adapter import Adapter
 from coinrag_integrations.engine.model import DType
@@ -27,6 +27,7 @@ from coinrag_integrations.retrieval.embedders import (
 SETTINGS_FILE = "store.json"
 INDEX_MARK = "index.changing"
 PREFIX = "coinrag"
+DEMO = "demo"
 FORMAT = 2
 # What the bytes of a store depend on; how it is used is for whoever opens it to say.
 _ENGINE = ("chunk_tokens", "context", "coverage", "codec")
@@ -101,16 +102,16 @@ def resolve_model(name: str) -> str:
     Raises:
         ModelError: the demo model cannot be fetched.
     """
-    return str(ensure_demo_model()) if name == "demo" else name
+    return str(ensure_demo_model()) if name == DEMO else name
 
 
 def load_adapter(name: str | None) -> Adapter | None:
-    """The reader adapter in a folder.
+    """The reader adapter in a folder; "demo" is the one for the demo model, which comes with the package.
 
     Raises:
         ModelError: there is none.
     """
-    return Adapter.load(name) if name else None
+    return Adapter.load(DEMO_READER if name == DEMO else name) if name else None
 
 
 def open_remote(url: str | None) -> Remote | None:

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from coinrag_integrations.demo.data import demo_documents, demo_questions
-from coinrag_integrations.demo.model import ensure_demo_model
+from coinrag_integrations.demo.model import DEMO_READER, ensure_demo_model
 from coinrag_integrations.engine import EngineConfig, GenerationConfig, LoadedModel, load_model
+from coinrag_integrations.engine.adapter import Adapter
 from coinrag_integrations.engine.generation import generate
 from coinrag_integrations.engine.timings import Stopwatch
-from coinrag_integrations.evaluation.metrics import contains_answer
+from coinrag_integrations.evaluation.metrics import contains_answer, token_f1
 from coinrag_integrations.langchain import CoinRAGRetriever as LangChainRetriever
 from coinrag_integrations.langchain import create_coinrag_chain
 from coinrag_integrations.llamaindex import CoinRAGQueryEngine
@@ -67,6 +68,27 @@ def test_gold_answers_stand_in_their_supporting_articles() -> None:
     assert len(texts) == len(demo_documents()) >= 55
     for item in demo_questions():
         assert any(item.answers[0] in texts[name] for name in item.supporting), item.question
+
+
+def test_the_demo_has_a_reader_that_answers_shortly(
+    demo_store: CoinRAG, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """F1 of 10 questions; the base model finds answers too, in many words."""
+    folder = demo_store.engine.disk.root
+    with CoinRAG.open(folder, adapter=DEMO_READER, generation=SHORT) as rag:
+        assert rag.engine.fingerprint == demo_store.engine.fingerprint
+        ours, theirs = (
+            sum(token_f1(it.ask(item.question).text, item.answers) for item in QUESTIONS) / 10
+            for it in (rag, demo_store)
+        )
+    assert ours > 0.4
+    assert ours > 1.5 * theirs
+
+
+def test_a_new_store_of_the_demo_model_has_its_reader(tmp_path: Path) -> None:
+    with CoinRAG.open(tmp_path, model="demo") as rag:
+        assert rag.engine.reader.adapter == Adapter.load(DEMO_READER).digest
+        assert sum(path.stat().st_size for path in DEMO_READER.iterdir()) < 10_000_000
 
 
 def test_both_frameworks_return_the_same_spans_of_the_demo_corpus(demo_store: CoinRAG) -> None:

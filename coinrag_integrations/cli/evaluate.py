@@ -56,7 +56,8 @@ def evaluate(
     ] = Path("coinrag-eval"),
     model: DemoModel = "demo",
     adapter: Annotated[
-        Path | None, typer.Option("--adapter", help="A reader adapter's folder.")
+        str | None,
+        typer.Option("--adapter", help="A reader adapter's folder; '' for none. The demo has one."),
     ] = None,
     embedder: Annotated[
         str, typer.Option("--embedder", help="Which embedder retrieves.")
@@ -77,13 +78,14 @@ def evaluate(
         return
     output = Output(as_json=json)
     from coinrag_integrations.engine import load_model
+    from coinrag_integrations.engine.adapter import with_adapter
     from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
     from coinrag_integrations.evaluation.data import read_named
     from coinrag_integrations.evaluation.plots import can_draw, draw
     from coinrag_integrations.evaluation.rivals import METHODS, parse_method
     from coinrag_integrations.evaluation.summary import summarise
     from coinrag_integrations.files import write_text
-    from coinrag_integrations.settings import make_embedder, resolve_model
+    from coinrag_integrations.settings import DEMO, load_adapter, make_embedder, resolve_model
 
     config = CompareConfig(n_chunks=n_chunks, n_nuggets=n_nuggets, seed=seed)
     chosen = _split(methods) or list(METHODS)
@@ -93,10 +95,9 @@ def evaluate(
     with output.console.status("loading the model …"):
         loaded = load_model(resolve_model(model), dtype=dtype)  # type: ignore[arg-type]  # it checks
         reader = None
-        if adapter is not None:
-            from coinrag_integrations.engine.adapter import Adapter, with_adapter
-
-            reader = with_adapter(loaded, Adapter.load(adapter))
+        adapted = load_adapter(DEMO if adapter is None and model == DEMO else adapter)
+        if adapted is not None:
+            reader = with_adapter(loaded, adapted)
     total = len(chosen) * sum(map(len, examples.values()))
     with output.counting("measuring", total) as progress:
         results = compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +61,7 @@ def reader(
     )
     examples = read_examples(data)
     with output.console.status("loading the model …"):
-        loaded = load_model(resolve_model(model))
+        loaded = replace(load_model(resolve_model(model)), name=model)
     with output.counting("steps", config.n_steps) as progress:
 
         def show(report: TrainingReport) -> None:

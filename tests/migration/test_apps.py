@@ -30,7 +30,7 @@ from tests.migration.collections import (
     langchain_store,
     llamaindex_store,
 )
-from tests.tiny import tiny_model
+from tests.tiny import HashEmbedder, tiny_model
 
 K = 3
 THINGS = ["organ", "mill", "pier", "lamp", "canal", "bell", "ferry", "tower", "quarry", "market"]
@@ -40,10 +40,26 @@ TEXTS = [
     for i, thing in enumerate(THINGS)
 ]
 METADATA = [{"source": f"guide-{i // 3}.txt", "page": i} for i in range(len(TEXTS))]
-QUESTIONS = [f"When was the {thing} built, and who was its keeper?" for thing in THINGS]
+# Each names three of the things, so that no fourth text is as near as the third.
+QUESTIONS = [
+    f"Were the {a}, the {b} and the {c} built before the harbour?"
+    for a, b, c in zip(THINGS, THINGS[1:], THINGS[2:], strict=False)
+]
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this:\n\n{context}"), ("human", "{input}")]
 )
+
+
+def test_the_questions_leave_no_choice():
+    embedder = HashEmbedder()
+    for metadata in (False, True):  # LlamaIndex embeds metadata too
+        texts = [
+            "\n".join(f"{k}: {v}" for k, v in m.items()) + f"\n\n{t}" if metadata else t
+            for t, m in zip(TEXTS, METADATA, strict=True)
+        ]
+        for question in QUESTIONS:
+            scores = sorted(embedder.embed_documents(texts) @ embedder.embed_query(question))
+            assert scores[-K] - scores[-K - 1] > 1e-3
 
 
 def store(folder: Path, embedder: Embedder) -> CoinRAG:

@@ -331,7 +331,10 @@ class CoinRAG:
         if gone := set(ids) - self.engine.catalog.live(ids):
             refused["unknown"] = refused.get("unknown", 0) + sum(it in gone for it in ids)
             spans = [span for span in spans if span.ref.chunk_id not in gone]
-            context = [it if isinstance(it, str) or it in spans else it.text for it in context]
+            context = [
+                it.text if isinstance(it, ScoredSpan) and it.ref.chunk_id in gone else it
+                for it in context
+            ]
         if mode == "full":
             chunk_ids: list[ChunkId] = list(dict.fromkeys(span.ref.chunk_id for span in spans))
             stream = self.engine.stream_full(question, chunk_ids, generation)

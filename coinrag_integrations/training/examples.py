@@ -10,6 +10,8 @@ from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.types import Document
 
+_DRAWS = 20  # of a passage, before an example stays without it
+
 
 def mixed(examples: Sequence[Example], config: ReaderConfig) -> Iterator[Example]:
     """Examples in a random order, each with `n_passages` passages in a random order; without end.
@@ -33,12 +35,12 @@ def _example(examples: Sequence[Example], i: int, config: ReaderConfig, random: 
     if is_known and random.random() < config.noise:
         kept = [document for document in kept if document.document_id not in helpful]
     there = {document.text for document in example.documents}
-    while len(kept) < config.n_passages and len(examples) > 1:
+    for _ in range(_DRAWS * config.n_passages):  # there may be hardly any others
+        if len(kept) >= config.n_passages:
+            break
         other = random.choice(random.choice(examples).documents)
         if other.text not in there:
             there.add(other.text)
             kept.append(other)
-        elif len(there) > 20 * config.n_passages or random.random() < 0.01:
-            break  # there are hardly any others
     random.shuffle(kept)
     return replace(example, documents=tuple(kept or list[Document](example.documents)))

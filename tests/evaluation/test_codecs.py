@@ -21,24 +21,14 @@ from coinrag_integrations.evaluation.codecs import (
     measure_codecs,
     nearest_spans,
 )
-from coinrag_integrations.evaluation.data import Example, demo_examples
+from coinrag_integrations.evaluation.data import demo_examples
 from coinrag_integrations.evaluation.likelihood import answer_ids, answer_logits, losses
 from coinrag_integrations.nuggets import RuleProposer, extract_nuggets
 from coinrag_integrations.retrieval import SpanIndex, open_client
-from coinrag_integrations.types import Document, ScoredSpan
+from coinrag_integrations.types import ScoredSpan
+from tests.evaluation.example import EXAMPLE
 from tests.tiny import HashEmbedder, placed, tiny_model
 
-TEXTS = (
-    "The tidal organ of Marenqué was built by Bastien Roule in 1923. It plays at every high tide.\n",
-    "The keeper of the north pier writes down each note.\n\nNobody reads it; the book is kept.\n",
-    "Copper pipes hang below the sea wall, and two keepers clean them each spring.\n",
-)
-EXAMPLE = Example(
-    question="Who built the tidal organ?",
-    answers=("Bastien Roule", "Roule"),
-    documents=tuple(Document(document_id=str(i), text=text) for i, text in enumerate(TEXTS)),
-    supporting=frozenset({"0"}),
-)
 SHORT = CodecConfig(chunk_tokens=64, n_nuggets=4)
 
 

@@ -123,4 +123,6 @@ def test_store_and_collection_do_not_lie_in_each_other(run: Run, db: Path, tmp_p
     for store in (db, db / "store", db.parent):
         refused = run("migrate", db, "--store", store)
         assert "must not lie in each other" in refused.value["error"]["message"]
-    assert run("migrate", tmp_path / "none", "--store", tmp_path / "store").code == 1
+    missing = run("migrate", tmp_path / "none", "--store", tmp_path / "store")
+    assert "no Chroma database in" in missing.value["error"]["message"]
+    assert not (tmp_path / "store").exists()

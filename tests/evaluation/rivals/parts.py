@@ -8,7 +8,6 @@ import torch
 
 from coinrag_integrations.engine import LoadedModel
 from coinrag_integrations.engine.chunking import chunk_document
-from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.evaluation.rivals import (
     Composed,
     Kitchen,
@@ -18,20 +17,10 @@ from coinrag_integrations.evaluation.rivals import (
     parse_method,
 )
 from coinrag_integrations.nuggets import RuleProposer, extract_nuggets
-from coinrag_integrations.types import Chunk, Document
+from coinrag_integrations.types import Chunk
+from tests.evaluation.example import EXAMPLE
 from tests.tiny import HashEmbedder, forward
 
-TEXTS = (
-    "The tidal organ of Marenqué was built by Bastien Roule in 1923. It plays at every high tide.\n",
-    "The keeper of the north pier writes down each note.\n\nNobody reads it; the book is kept.\n",
-    "Copper pipes hang below the sea wall, and two keepers clean them each spring.\n",
-)
-EXAMPLE = Example(
-    question="Who built the tidal organ?",
-    answers=("Bastien Roule", "Roule"),
-    documents=tuple(Document(document_id=str(i), text=text) for i, text in enumerate(TEXTS)),
-    supporting=frozenset({"0"}),
-)
 ANSWER = (40, 41, 42, 43)
 
 

@@ -71,6 +71,24 @@ def evaluate(
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw F1 against time and tokens.")
     ] = True,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Each method with a number also with several others."),
+    ] = False,
+    ablations: Annotated[
+        bool,
+        typer.Option(
+            "--ablations",
+            help="Also spans encoded alone, found in one stage, not aligned, read without the adapter.",
+        ),
+    ] = False,
+    reranker: Annotated[
+        str | None,
+        typer.Option(
+            "--reranker",
+            help="Also spans that a cross-encoder chose: its hub name or folder (needs the extra bge).",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """F1, likelihood, time to first token, active tokens and bytes of rival methods."""
@@ -82,13 +100,25 @@ def evaluate(
     from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
     from coinrag_integrations.evaluation.data import read_named
     from coinrag_integrations.evaluation.plots import can_draw, draw
-    from coinrag_integrations.evaluation.rivals import METHODS, parse_method
+    from coinrag_integrations.evaluation.rivals import (
+        ABLATIONS,
+        METHODS,
+        RERANKED,
+        parse_method,
+        swept,
+    )
     from coinrag_integrations.evaluation.summary import summarise
     from coinrag_integrations.files import write_text
+    from coinrag_integrations.retrieval import CrossEncoder
     from coinrag_integrations.settings import DEMO, load_adapter, make_embedder, resolve_model
 
     config = CompareConfig(n_chunks=n_chunks, n_nuggets=n_nuggets, seed=seed)
     chosen = _split(methods) or list(METHODS)
+    if sweep:
+        chosen = swept(chosen)
+    more = ("isolated", *ABLATIONS) if ablations else ()
+    more += (RERANKED.name,) if reranker is not None else ()
+    chosen += [name for name in more if name not in chosen]
     for name in chosen:
         parse_method(name)  # before anything takes time
     examples = read_named(_split(data) or ["demo"], data_folder, limit)
@@ -108,16 +138,17 @@ def evaluate(
             out,
             config,
             reader=reader,
+            reranker=None if reranker is None else CrossEncoder(reranker),
             on_progress=lambda done: progress.update(progress.task_ids[0], completed=done),
         )
     summary = summarise(results, seed)
     write_text(out / REPORT, json_.dumps(summary.to_dict(), indent=1) + "\n")
     write_text(out / TABLE, summary.to_markdown())
-    for name, by_method in summary.data.items():
+    for name, by_method in summary.tables.items():
         output.say(_table(name, by_method))
     written = [RESULTS, REPORT, TABLE]
     if plots and can_draw():
-        written += [path.name for path in draw(summary.data, out)]
+        written += [path.name for path in draw(summary.tables, out)]
     elif plots:
         output.say("no plots: pip install 'coinrag-integrations[eval]' for them")
     output.say(f"in {out}: {', '.join(written)}")

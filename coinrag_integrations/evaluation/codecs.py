@@ -278,13 +278,18 @@ def nearest_spans(
 
     A chunk without nuggets stands for itself; if none has any, all are taken.
     """
+    has_nuggets = any(chunk.nuggets for chunk in chunks)
+    return rank_spans(question, chunks, embedder)[: n_nuggets if has_nuggets else len(chunks)]
+
+
+def rank_spans(question: str, chunks: Sequence[Chunk], embedder: Embedder) -> list[SpanRef]:
+    """All nuggets of these chunks, best first. A chunk without nuggets stands for itself."""
     found = [(c.ref(n.span), n.text) for c in chunks for n in c.nuggets]
-    n_spans = n_nuggets if found else len(chunks)
     found += [(chunk.ref(), chunk.text) for chunk in chunks if not chunk.nuggets]
     vectors = embedder.embed_documents([text for _, text in found])
     scores = (vectors @ embedder.embed_query(question)).round(6).tolist()
     ranked = sorted(zip(scores, found, strict=True), key=lambda row: (-row[0], row[1][0]))
-    return [ref for _, (ref, _) in ranked[:n_spans]]
+    return [ref for _, (ref, _) in ranked]
 
 
 def _n_bytes(entries: Coded) -> int:

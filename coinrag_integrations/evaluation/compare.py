@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from coinrag_integrations.evaluation.rivals import (
     MAX_NEW_TOKENS,
     Kitchen,
     Method,
+    Reranker,
+    Search,
     Task,
     likelihood_logits,
     make_task,
@@ -39,6 +42,7 @@ from coinrag_integrations.evaluation.rivals import (
 from coinrag_integrations.evaluation.ttft import describe_machine
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer, extract_nuggets
 from coinrag_integrations.retrieval import Embedder
+from coinrag_integrations.types import Chunk
 
 RESULTS = "results.jsonl"
 _FORMAT = 1  # of what is measured: to be raised when a method changes
@@ -76,6 +80,7 @@ def compare(
     *,
     reader: LoadedModel | None = None,
     proposer: NuggetProposer | None = None,
+    reranker: Reranker | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Results:
     """Measure every method on every example; by data set and method, in the examples' order.
@@ -85,17 +90,23 @@ def compare(
     `model` encodes what is cached, `reader` (the same, or with an adapter) computes all else.
 
     Raises:
-        ConfigError: no data, no examples, no methods, one twice, or one that is not known.
+        ConfigError: no data, no examples, no methods, one twice, one that is not known, or one that
+            reranks without a reranker.
         BudgetError: an example does not fit the model's window.
     """
     config, proposer = config or CompareConfig(), proposer or RuleProposer()
     chosen = [parse_method(name) for name in methods]
     if not chosen or len({method.name for method in chosen}) < len(chosen):
         raise ConfigError(f"methods must be named, each once: got {', '.join(methods) or 'none'}")
+    if reranker is None and any(method.search == "reranked" for method in chosen):
+        raise ConfigError("spans-reranked needs a cross-encoder: give reranker (--reranker)")
     if not data or not all(data.values()):
         raise ConfigError("no questions to measure: every data set needs at least one")
     kitchen = Kitchen(model, config.prompt, reader=reader, kernels=config.kernels)
-    settings = _settings(kitchen, embedder, proposer, config)
+    searcher = _Searcher(
+        kitchen=kitchen, embedder=embedder, proposer=proposer, reranker=reranker, config=config
+    )
+    settings = searcher.settings()
     digests = {name: _digests(examples) for name, examples in data.items()}
     turns = random.Random(config.seed)
     done, is_warm = 0, False
@@ -104,7 +115,7 @@ def compare(
             for example, digest in zip(examples, digests[name], strict=True):
                 order = turns.sample(chosen, len(chosen))  # no method always follows the same one
                 missing = [m for m in order if (name, digest, m.name) not in results]
-                bench = _Bench.of(kitchen, example, embedder, proposer, config) if missing else None
+                bench = _Bench.of(searcher, example) if missing else None
                 if bench is not None and not is_warm:
                     for method in missing:
                         bench.measure(method)
@@ -134,57 +145,94 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Searcher:
+    """What finds the context of an example, and for which model."""
+
+    kitchen: Kitchen
+    embedder: Embedder
+    proposer: NuggetProposer
+    reranker: Reranker | None
+    config: CompareConfig
+
+    def chunks(self, example: Example) -> list[Chunk]:
+        """All chunks of an example, with their nuggets."""
+        tokenizer, size = self.kitchen.model.tokenizer, self.config.chunk_tokens
+        return [
+            extract_nuggets(chunk, self.proposer)
+            for document in example.documents
+            for chunk in chunk_document(document, tokenizer, size)
+        ]
+
+    def task(self, question: str, chunks: Sequence[Chunk], search: Search) -> Task:
+        """What one search finds."""
+        return make_task(
+            question,
+            chunks,
+            self.kitchen.prompt,
+            self.embedder,
+            n_chunks=self.config.n_chunks,
+            n_nuggets=self.config.n_nuggets,
+            search=search,
+            reranker=self.reranker,
+        )
+
+    def settings(self) -> str:
+        """A digest of everything that an answer or its time depends on, but question and method."""
+        model, reader = self.kitchen.model, self.kitchen.reader
+        asked = asdict(self.config)
+        del asked["seed"]  # it only changes who comes first
+        return canonical_digest(
+            {
+                "format": _FORMAT,
+                "weights": model.weights,
+                "reader": [reader.weights, reader.adapter],
+                "tokenizer": model.tokenizer.digest,
+                "rope": model.rope.digest,
+                "dtype": dtype_name(model.layout.dtype),
+                "kernels": self.kitchen.kernels.name,
+                "embedder": self.embedder.embedder_id,
+                "proposer": self.proposer.proposer_id,
+                "reranker": self.reranker.name if self.reranker else None,
+                "config": asked,
+                "machine": describe_machine(model.device),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """One example, ready for every method."""
+    """One example, ready for every method; what a search found is kept."""
 
     kitchen: Kitchen
     example: Example
-    task: Task
+    chunks: Sequence[Chunk]
+    task: Callable[[Search], Task]
     answer: tuple[int, ...]
     max_new_tokens: int
 
     @classmethod
-    def of(
-        cls,
-        kitchen: Kitchen,
-        example: Example,
-        embedder: Embedder,
-        proposer: NuggetProposer,
-        config: CompareConfig,
-    ) -> _Bench:
-        tokenizer = kitchen.model.tokenizer
-        chunks = [
-            extract_nuggets(chunk, proposer)
-            for document in example.documents
-            for chunk in chunk_document(document, tokenizer, config.chunk_tokens)
-        ]
+    def of(cls, searcher: _Searcher, example: Example) -> _Bench:
+        chunks = searcher.chunks(example)
         return cls(
-            kitchen=kitchen,
+            kitchen=searcher.kitchen,
             example=example,
-            task=make_task(
-                example.question,
-                chunks,
-                kitchen.prompt,
-                embedder,
-                n_chunks=config.n_chunks,
-                n_nuggets=config.n_nuggets,
-            ),
-            answer=answer_ids(kitchen.prompt, example.answers[0]),
-            max_new_tokens=config.max_new_tokens,
+            chunks=chunks,
+            task=cache(lambda search: searcher.task(example.question, chunks, search)),
+            answer=answer_ids(searcher.kitchen.prompt, example.answers[0]),
+            max_new_tokens=searcher.config.max_new_tokens,
         )
 
     def measure(self, method: Method) -> dict[str, Any]:
         """All of a `Measured` but what it is the measurement of."""
-        kitchen, task = self.kitchen, self.task
+        kitchen, task = self.kitchen, self.task(method.search)
+        reader = kitchen.reader if method.is_adapted else kitchen.model
         # The likelihood first: composing for it prepares what is offline.
-        logits = likelihood_logits(
-            kitchen.reader, method.compose(kitchen, task), task.tail, self.answer
-        )
+        logits = likelihood_logits(reader, method.compose(kitchen, task), task.tail, self.answer)
         nll = float(losses(logits, self.answer).mean())
         watch = Stopwatch(kitchen.model.device)
         with watch.part("compose"):
             composed = method.compose(kitchen, task)
-        said = say(kitchen.reader, composed, task.tail, watch, self.max_new_tokens)
+        said = say(reader, composed, task.tail, watch, self.max_new_tokens)
         timings = watch.timings()
         return {
             "answer": said.text,
@@ -195,30 +243,6 @@ class _Bench:
             "compose_ms": timings.compose_ms,
             "ttft_ms": timings.ttft_ms,
         }
-
-
-def _settings(
-    kitchen: Kitchen, embedder: Embedder, proposer: NuggetProposer, config: CompareConfig
-) -> str:
-    """A digest of everything that an answer or its time depends on, but question and method."""
-    model, reader = kitchen.model, kitchen.reader
-    asked = asdict(config)
-    del asked["seed"]  # it only changes who comes first
-    return canonical_digest(
-        {
-            "format": _FORMAT,
-            "weights": model.weights,
-            "reader": [reader.weights, reader.adapter],
-            "tokenizer": model.tokenizer.digest,
-            "rope": model.rope.digest,
-            "dtype": dtype_name(model.layout.dtype),
-            "kernels": kitchen.kernels.name,
-            "embedder": embedder.embedder_id,
-            "proposer": proposer.proposer_id,
-            "config": asked,
-            "machine": describe_machine(model.device),
-        }
-    )
 
 
 def _digests(examples: Sequence[Example]) -> list[str]:

@@ -1,7 +1,7 @@
 """What methods cost and give, drawn: F1 against time to first token, and against active tokens.
 
 Needs matplotlib, imported when something is drawn. Every point carries its method's name; the line joins
-those that no other beats in both.
+those that no other beats in both, dotted ones join the numbers of one method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.evaluation.summary import MethodSummary
+from coinrag_integrations.evaluation.summary import OURS, MethodSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 BUDGET_MS = 100.0  # the P99 time to first token that the CoinRAG paper allows
-_OURS, _OURS_COLOUR, _COLOUR, _PALE = "spans", "#c2410c", "#1e3a5f", "#b8c4d2"
+_OURS_COLOUR, _COLOUR, _PALE = "#c2410c", "#1e3a5f", "#b8c4d2"
 # Where a label may stand beside its point: right and left first, then above, below, further away.
 _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
 _HORIZONTAL: Mapping[int, Literal["left", "right", "center"]]
@@ -41,6 +41,16 @@ class Point:
     low: float
     high: float
 
+    @property
+    def family(self) -> str:
+        """The method without its number."""
+        return self.name.partition(":")[0]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the method that the others are compared with."""
+        return self.family == OURS
+
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
@@ -59,7 +69,8 @@ def draw(data: Mapping[str, Mapping[str, MethodSummary]], folder: Path) -> list[
         )
     drawn = []
     for name, methods in data.items():
-        time, tokens = folder / f"{name}-f1-ttft.png", folder / f"{name}-f1-tokens.png"
+        stem = name.replace(" ", "-")
+        time, tokens = folder / f"{stem}-f1-ttft.png", folder / f"{stem}-f1-tokens.png"
         n = next(iter(methods.values())).n
         _draw(
             _points(methods, {m: it.ttft_ms.p99 for m, it in methods.items()}),
@@ -111,10 +122,15 @@ def _draw(
     axes = figure.add_subplot()
     best = front(points)
     axes.plot([p.cost for p in best], [p.f1 for p in best], color=_PALE, lw=2, zorder=1)
+    for family in dict.fromkeys(p.family for p in points):  # a sweep: one method, several numbers
+        one = sorted((p for p in points if p.family == family), key=lambda p: p.cost)
+        colour = _OURS_COLOUR if one[0].is_ours else _COLOUR
+        costs, f1s = [p.cost for p in one], [p.f1 for p in one]
+        axes.plot(costs, f1s, color=colour, lw=1, ls=":", alpha=0.6, zorder=2)
+        axes.plot(costs, f1s, "o", ms=8 if one[0].is_ours else 6, color=colour, zorder=3)
     for p in points:
-        colour = _OURS_COLOUR if p.name == _OURS else _COLOUR
+        colour = _OURS_COLOUR if p.is_ours else _COLOUR
         axes.plot([p.cost] * 2, [p.low, p.high], color=colour, lw=1, alpha=0.25, zorder=2)
-        axes.plot(p.cost, p.f1, "o", ms=8 if p.name == _OURS else 6, color=colour, zorder=3)
     if budget is not None:
         axes.set_xscale("log")
         axes.axvline(budget, color="#6b7280", lw=1.2, ls="--", zorder=0)
@@ -162,8 +178,8 @@ def _label(axes: Axes, points: Sequence[Point]) -> None:
     centres = axes.transData.transform([(p.cost, p.f1) for p in points])
     taken: list[Any] = [_around(x, y, 5 * scale) for x, y in centres]
     inside = axes.bbox
-    for p in sorted(points, key=lambda p: (p.name != _OURS, -p.f1)):
-        colour = _OURS_COLOUR if p.name == _OURS else _COLOUR
+    for p in sorted(points, key=lambda p: (not p.is_ours, -p.f1)):
+        colour = _OURS_COLOUR if p.is_ours else _COLOUR
         label = axes.annotate(
             p.name,
             (p.cost, p.f1),
@@ -171,7 +187,7 @@ def _label(axes: Axes, points: Sequence[Point]) -> None:
             xytext=(0, 0),
             color=colour,
             fontsize=9,
-            fontweight="bold" if p.name == _OURS else "normal",
+            fontweight="bold" if p.is_ours else "normal",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "alpha": 0.5},
         )

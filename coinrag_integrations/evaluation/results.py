@@ -19,7 +19,8 @@ class Measured:
     """One answer of one method.
 
     `settings` and `example` are digests of what it depends on; `n_context` counts the rows between
-    prompt and question, `nll` is in nats a token of the first gold answer.
+    prompt and question, `nll` is in nats a token of the first gold answer. `rouge_l` is measured where
+    answers are summaries.
     """
 
     settings: str
@@ -33,6 +34,7 @@ class Measured:
     bytes_read: int
     compose_ms: float
     ttft_ms: float
+    rouge_l: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -104,17 +106,19 @@ class ResultsFile:
         self._file.seek(0, 2)
 
 
-_FIELDS: Mapping[str, type[Any]] = {
-    field.name: {"str": str, "float": float, "int": int}[str(field.type)]
-    for field in fields(Measured)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
 }
+_FIELDS = {field.name: _KINDS[str(field.type)] for field in fields(Measured)}
 
 
 def _measured(value: Any) -> Measured:
     if not isinstance(value, dict) or set(value) != set(_FIELDS):
         raise TypeError(f"a line has not exactly the fields {', '.join(_FIELDS)}")
-    for name, kind in _FIELDS.items():
-        known = (int, float) if kind is float else kind
-        if not isinstance(value[name], known):
+    for name, kinds in _FIELDS.items():
+        if not isinstance(value[name], kinds):
             raise TypeError(f"{name} is {value[name]!r}")
     return Measured(**value)

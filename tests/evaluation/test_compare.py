@@ -15,6 +15,7 @@ from coinrag_integrations.evaluation.metrics import token_f1
 from coinrag_integrations.evaluation.rivals import METHODS, Kitchen, make_task
 from coinrag_integrations.evaluation.summary import summarise
 from tests.evaluation.rivals.parts import EXAMPLE, chunks_of, plain
+from tests.evaluation.rivals.test_searches import LastLetters
 from tests.tiny import HashEmbedder, tiny_model
 
 CONFIG = CompareConfig(n_chunks=3, n_nuggets=4, chunk_tokens=48, max_new_tokens=4)
@@ -154,7 +155,10 @@ def test_what_cannot_be_measured_is_refused(model, tmp_path):
             measure(model, tmp_path, data=data)
     for name, message in (
         ("span", "not known: use some of none, full"),
-        ("spans:3", "takes no number"),
+        ("full:3", "takes no number"),
+        ("spans:0", "a whole number from 1"),
+        ("spans-one-stage:3", "not known"),
+        ("spans-reranked", "needs a cross-encoder"),
         ("cacheblend:2", "a number from 0 to 1"),
         ("cacheblend:nan", "a number from 0 to 1"),
         ("legolink:0", "a whole number from 1"),
@@ -182,3 +186,52 @@ def test_a_folder_that_cannot_be_written_is_refused(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         measure(model, tmp_path / "file")
+
+
+def test_ablations_and_a_reranker_are_measured_like_methods(model, tmp_path):
+    """Without an adapter `spans-unadapted` is `spans`; with another reader it is not."""
+    names = ("spans", "spans-unadapted", "spans-one-stage", "spans-unaligned", "spans-reranked")
+    with pytest.raises(ConfigError, match="cross-encoder"):
+        measure(model, tmp_path, names)
+    rows = measure(model, tmp_path, names, reranker=LastLetters())["a"]
+    nlls = {name: [row.nll for row in rows[name]] for name in names}
+    assert nlls["spans"] == nlls["spans-unadapted"]
+    assert len({tuple(nll) for nll in nlls.values()}) == len(names) - 1
+    reader = tiny_model(seed=5)
+    other = measure(model, tmp_path, names[:2], reader=reader)["a"]
+    assert [row.nll for row in other["spans-unadapted"]] == nlls["spans"]
+    assert [row.nll for row in other["spans"]] != nlls["spans"]
+
+
+def test_data_sets_are_summed_up_together_and_spans_set_against_each_method(model, tmp_path):
+    results = measure(model, tmp_path)
+    summary = summarise(results)
+    everything = {m: [*results["a"][m], *results["b"][m]] for m in SOME}
+    assert {m: it.n for m, it in summary.pooled.items()} == dict.fromkeys(SOME, 3)
+    for name, by_method in {**results, "(all)": everything}.items():
+        assert list(summary.ours[name]) == ["full", "legolink:4"]
+        assert list(summary.to_reference[name]) == ["spans", "legolink:4"]
+        for method, difference in summary.ours[name].items():
+            pairs = list(zip(by_method["spans"], by_method[method], strict=True))
+            nll = sum(a.nll - b.nll for a, b in pairs) / len(pairs)
+            f1 = sum(a.f1 - b.f1 for a, b in pairs) / len(pairs)
+            assert (difference.nll.mean, difference.f1.mean) == pytest.approx((nll, f1))
+            assert difference.nll.low <= difference.nll.mean <= difference.nll.high
+    table = summary.to_markdown()
+    assert "## all 2 data sets, n = 3" in table
+    assert "## spans minus each method" in table
+    values = summary.to_dict()
+    assert set(values["spans_minus"]["nll"]) == {"a", "b", "(all)"}
+    assert set(values["data"]) == {"a", "b"}
+
+    alone = summarise({"a": {"chunk": results["a"]["full"]}})
+    assert (alone.pooled, alone.ours, alone.to_reference, alone.reference) == ({}, {}, {}, None)
+    assert "minus" not in alone.to_markdown()
+
+
+def test_summaries_show_rouge_where_it_was_measured(model, tmp_path):
+    rows = [replace(row, rouge_l=0.25) for row in measure(model, tmp_path)["a"]["full"]]
+    summary = summarise({"a": {"full": rows}})
+    assert summary.to_dict()["data"]["a"]["full"]["rouge_l"] == 0.25
+    assert summary.to_markdown().splitlines()[2].endswith("| ROUGE-L |")
+    assert "| 25.0 |" in summary.to_markdown()

@@ -61,7 +61,7 @@ def test_the_object_holds_what_was_promised(run, tiny, data, tmp_path):
     assert json.loads((out / "report.json").read_text()) == it.value
     table = (out / "report.md").read_text()
     assert "## one, n = 2" in table
-    assert table.count("| spans |") == 2
+    assert table.count("| spans |") == 3, "two data sets and both together"
     assert "cacheblend:0.3" in it.text
 
     again = run("eval", *options, *names)

@@ -8,19 +8,37 @@ from __future__ import annotations
 
 from coinrag_integrations.evaluation.rivals.answer import Said, likelihood_logits, say
 from coinrag_integrations.evaluation.rivals.kitchen import MAX_NEW_TOKENS, Kitchen
-from coinrag_integrations.evaluation.rivals.methods import METHODS, Method, parse_method
-from coinrag_integrations.evaluation.rivals.task import Composed, Task, make_task
+from coinrag_integrations.evaluation.rivals.methods import (
+    ABLATIONS,
+    METHODS,
+    RERANKED,
+    Method,
+    parse_method,
+    swept,
+)
+from coinrag_integrations.evaluation.rivals.task import (
+    Composed,
+    Reranker,
+    Search,
+    Task,
+    make_task,
+)
 
 __all__ = [
+    "ABLATIONS",
     "MAX_NEW_TOKENS",
     "METHODS",
+    "RERANKED",
     "Composed",
     "Kitchen",
     "Method",
+    "Reranker",
     "Said",
+    "Search",
     "Task",
     "likelihood_logits",
     "make_task",
     "parse_method",
     "say",
+    "swept",
 ]

@@ -54,10 +54,10 @@ def chunk_after_prompt(kitchen: Kitchen, task: Task) -> Composed:
     return kitchen.lay_out(task, whole(kitchen, task, "prompt"))
 
 
-def isolated(kitchen: Kitchen, task: Task) -> Composed:
+def isolated(kitchen: Kitchen, task: Task, *, nuggets: int | None = None) -> Composed:
     """The nuggets found, each encoded alone: CoinRAG's ablation (arXiv 2608.07458)."""
     pieces = []
-    for ref in task.spans:
+    for ref in task.nearest(nuggets):
         make = partial(kitchen.encode, task.ids_of(ref))
         entries = kitchen.offline((ref, "isolated"), make)
         pieces.append(Cached.whole(ref, entries))

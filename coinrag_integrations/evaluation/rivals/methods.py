@@ -1,8 +1,8 @@
-"""The methods by name. "cacheblend:0.3" sets a method's number."""
+"""The methods by name. "cacheblend:0.3" sets a method's number, "spans:5" takes five nuggets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,41 +23,53 @@ from coinrag_integrations.evaluation.rivals.kitchen import Kitchen
 from coinrag_integrations.evaluation.rivals.links import kvlink
 from coinrag_integrations.evaluation.rivals.plain import full, none, prefix, text
 from coinrag_integrations.evaluation.rivals.recompute import cacheblend, legolink
-from coinrag_integrations.evaluation.rivals.spans import spans
-from coinrag_integrations.evaluation.rivals.task import Composed, Task
+from coinrag_integrations.evaluation.rivals.spans import spans, unaligned
+from coinrag_integrations.evaluation.rivals.task import Composed, Search, Task
 
 Compose = Callable[[Kitchen, Task], Composed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to put context before a question, under the name it is asked for."""
+    """A way to put context before a question, under the name it is asked for.
+
+    `search` finds what it works on; without `is_adapted` the base model reads it, adapter or not.
+    """
 
     name: str
     compose: Compose
+    search: Search = "two-stage"
+    is_adapted: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Number:
-    """The options that a method's number sets, how it is read, and what it may be."""
+    """The options that a method's number sets, how it is read, what it may be, what a sweep tries."""
 
     options: tuple[str, ...]
     read: Callable[[str], float]
     least: float
+    sweep: tuple[float, ...]
     most: float = float("inf")
 
 
-_COUNT, _LINKS = (
-    _Number(options=(option,), read=int, least=least) for option, least in (("k", 1), ("links", 0))
-)
+_NUGGETS = _Number(options=("nuggets",), read=int, least=1, sweep=(2, 5, 10, 20))
+_ENTRIES = _Number(options=("k",), read=int, least=1, sweep=(2, 4, 8))
 _NUMBERS: Mapping[str, _Number] = {
-    "cacheblend": _Number(options=("ratio",), read=float, least=0.0, most=1.0),
-    "legolink": _COUNT,
-    "ape": _Number(options=("temperature", "scale"), read=float, least=0.1, most=10.0),
-    "kvlink": _LINKS,
-    "evict": _COUNT,
-    "strided": _COUNT,
-    "meanpool": _COUNT,
+    "cacheblend": _Number(
+        options=("ratio",), read=float, least=0.0, most=1.0, sweep=(0.05, 0.16, 0.3)
+    ),
+    "legolink": _Number(options=("k",), read=int, least=1, sweep=(4, 16, 64)),
+    "ape": _Number(
+        options=("temperature", "scale"), read=float, least=0.1, most=10.0, sweep=(0.8, 0.9, 1.0)
+    ),
+    "kvlink": _Number(options=("links",), read=int, least=0, sweep=(1, 5)),
+    "text": _NUGGETS,
+    "isolated": _NUGGETS,
+    "spans": _NUGGETS,
+    "evict": _ENTRIES,
+    "strided": _ENTRIES,
+    "meanpool": _ENTRIES,
 }
 
 METHODS: Mapping[str, Compose] = {
@@ -80,6 +92,17 @@ METHODS: Mapping[str, Compose] = {
     "spans": spans,
 }
 
+# What the papers took away to see what it is worth; `isolated` is one more.
+ABLATIONS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method(name="spans-one-stage", compose=spans, search="one-stage"),
+        Method(name="spans-unaligned", compose=unaligned),
+        Method(name="spans-unadapted", compose=spans, is_adapted=False),
+    )
+}
+RERANKED = Method(name="spans-reranked", compose=spans, search="reranked")
+
 
 def parse_method(name: str) -> Method:
     """The method of a name, with its number if one follows a colon ("legolink:32").
@@ -87,10 +110,14 @@ def parse_method(name: str) -> Method:
     Raises:
         ConfigError: no such method, or not with such a number.
     """
+    others = {**ABLATIONS, RERANKED.name: RERANKED}
+    if name in others:
+        return others[name]
     base, colon, number = name.partition(":")
     compose = METHODS.get(base)
     if compose is None:
-        raise ConfigError(f"method {base!r} is not known: use some of {', '.join(METHODS)}")
+        known = ", ".join((*METHODS, *others))
+        raise ConfigError(f"method {base!r} is not known: use some of {known}")
     if not colon:
         return Method(name=name, compose=compose)
     kind = _NUMBERS.get(base)
@@ -109,3 +136,13 @@ def parse_method(name: str) -> Method:
         ) from error
     options: dict[str, Any] = dict.fromkeys(kind.options, value)
     return Method(name=name, compose=partial(compose, **options))
+
+
+def swept(names: Sequence[str]) -> list[str]:
+    """These methods, and behind each that has a number the same with several ones."""
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
+        if name in _NUMBERS:
+            found |= dict.fromkeys(f"{name}:{number:g}" for number in _NUMBERS[name].sweep)
+    return list(found)

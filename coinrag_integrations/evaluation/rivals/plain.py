@@ -22,9 +22,9 @@ def prefix(kitchen: Kitchen, task: Task) -> Composed:
     return kitchen.lay_out(task, _chunks(task))
 
 
-def text(kitchen: Kitchen, task: Task) -> Composed:
+def text(kitchen: Kitchen, task: Task, *, nuggets: int | None = None) -> Composed:
     """The words of the spans, prefilled: what selection alone is worth, at equal tokens."""
-    return kitchen.lay_out(task, [Text(task.ids_of(ref)) for ref in task.spans])
+    return kitchen.lay_out(task, [Text(task.ids_of(ref)) for ref in task.nearest(nuggets)])
 
 
 def _chunks(task: Task) -> list[Text]:

@@ -16,6 +16,8 @@ from coinrag_integrations.demo.data import demo_documents, demo_questions
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.types import Document
 
+_LONGBENCH = "longbench:"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
@@ -60,19 +62,25 @@ def read_named(
 ) -> dict[str, tuple[Example, ...]]:
     """The first `limit` examples of each data set, by its name.
 
-    A data set is "demo", the path of a .jsonl file, or the name of one in `folder` (or in its folder
-    "eval") without the ending.
+    A data set is "demo", the path of a .jsonl file, the name of one in `folder` (or in its folder "eval")
+    without the ending, or one of LongBench's as "longbench:hotpotqa" (then called longbench-hotpotqa).
 
     Raises:
         ConfigError: no names, two of one name, a name that is not there or without a folder.
-        DocumentError: a file cannot be read, or a line of it is no example.
+        DocumentError: a file cannot be read or fetched, or a line of it is no example.
     """
+    # It makes examples, so it knows this module.
+    from coinrag_integrations.evaluation.longbench import read_longbench
+
     if not names:
         raise ConfigError("no data: name a data set, a .jsonl file, or 'demo'")
     found: dict[str, tuple[Example, ...]] = {}
     for name in names:
         if name == "demo":
             title, examples = name, demo_examples(limit)
+        elif name.startswith(_LONGBENCH):
+            title = name.replace(":", "-")  # plots are called so, on every file system
+            examples = read_longbench(name.removeprefix(_LONGBENCH), limit)
         else:
             path = find_data(name, folder)
             title, examples = path.stem, read_examples([path], limit)

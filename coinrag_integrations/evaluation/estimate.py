@@ -150,14 +150,8 @@ class Estimate:
     @property
     def break_even_questions(self) -> Guess | None:
         """After how many questions building has paid off; None: never. The range may have no end."""
-        saved, seconds = self.saved_ms, self.build_seconds
-        if saved.value <= 0:
-            return None
-        return Guess(
-            seconds.value * 1e3 / saved.value,
-            seconds.low * 1e3 / saved.high,
-            seconds.high * 1e3 / saved.low if saved.low > 0 else math.inf,
-        )
+        even = break_even(self.build_seconds.times(1e3), self.saved_ms)
+        return even if even.value < math.inf else None
 
     def per_day(self, n_questions: float) -> dict[str, Any]:
         """What so many questions a day read and save, and after how many days building has paid off."""
@@ -182,6 +176,17 @@ class Estimate:
         if even is not None and even.high == math.inf:
             totals["break_even_questions"] |= {"high": None}
         return asdict(self) | totals
+
+
+def break_even(cost: Guess, saved: Guess) -> Guess:
+    """After how many questions that save `saved` each, `cost` has been paid: infinite means never."""
+
+    def after(cost: float, saved: float) -> float:
+        return max(cost, 0.0) / saved if saved > 0 else math.inf
+
+    return Guess(
+        after(cost.value, saved.value), after(cost.low, saved.high), after(cost.high, saved.low)
+    )
 
 
 def extrapolate(pairs: Pairs, total: Guess, n_units: float = math.inf) -> Guess:

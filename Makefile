@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench kernels faults compat clean
+.PHONY: demo test check browser bench kernels faults compat clean
 
 demo: $(VENV)/.demo
 	$(BIN)/coinrag demo
@@ -17,6 +17,14 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What opens pages in tests, where root may install it; without one these tests are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  timeout 900 sh -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium' >/dev/null \
+	  || echo 'no chromium: apt-get could not install it'; \
+	else echo 'no chromium: tests of pages are skipped'; fi
 
 bench: $(VENV)/.demo
 	$(BIN)/coinrag bench ttft

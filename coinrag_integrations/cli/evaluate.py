@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from coinrag_integrations.cli.eval_cost import cost
+from coinrag_integrations.cli.eval_errors import errors
 from coinrag_integrations.cli.options import Chunks, DemoModel, Json, Nuggets
 from coinrag_integrations.cli.output import Output
 
@@ -20,6 +22,8 @@ _DATA_FOLDER = "COINRAG_DATA"
 REPORT, TABLE = "report.json", "report.md"
 
 app = typer.Typer(help="Compare methods on questions with known answers.")
+app.command()(cost)
+app.command()(errors)
 
 
 @app.callback(invoke_without_command=True)
@@ -37,7 +41,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help="Data sets: names in the data folder, or .jsonl files (repeatable); default: the demo's.",
+            help="Data sets: names in the data folder, .jsonl files, longbench:NAME (repeatable); "
+            "default: the demo's.",
         ),
     ] = None,
     data_folder: Annotated[
@@ -97,9 +102,10 @@ def evaluate(
     output = Output(as_json=json)
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
-    from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
+    from coinrag_integrations.evaluation.compare import CompareConfig, compare
     from coinrag_integrations.evaluation.data import read_named
     from coinrag_integrations.evaluation.plots import can_draw, draw
+    from coinrag_integrations.evaluation.results import RESULTS
     from coinrag_integrations.evaluation.rivals import (
         ABLATIONS,
         METHODS,

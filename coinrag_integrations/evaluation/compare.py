@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from coinrag_integrations.engine.prompt import PromptTemplate
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.data import Example
+from coinrag_integrations.evaluation.errors.evidence import Evidence, EvidenceFile, evidence_of
 from coinrag_integrations.evaluation.likelihood import answer_ids, losses
-from coinrag_integrations.evaluation.metrics import token_f1
-from coinrag_integrations.evaluation.results import Measured, ResultsFile
+from coinrag_integrations.evaluation.metrics import check_rouge, rouge_l, token_f1
+from coinrag_integrations.evaluation.results import RESULTS, Measured, ResultsFile
 from coinrag_integrations.evaluation.rivals import (
-    MAX_NEW_TOKENS,
     Kitchen,
     Method,
     Reranker,
@@ -39,23 +39,26 @@ from coinrag_integrations.evaluation.rivals import (
     parse_method,
     say,
 )
+from coinrag_integrations.evaluation.scoring import Scoring, scoring_of
 from coinrag_integrations.evaluation.ttft import describe_machine
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer, extract_nuggets
 from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.types import Chunk
 
-RESULTS = "results.jsonl"
 _FORMAT = 1  # of what is measured: to be raised when a method changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareConfig:
-    """How wide to search, how to cut and ask, and in which order methods take turns (`seed`)."""
+    """How wide to search, how to cut and ask, and in which order methods take turns (`seed`).
+
+    Answers have `max_new_tokens` at most; None: as many as LongBench allows for the data set.
+    """
 
     n_chunks: int = 5
     n_nuggets: int = 10
     chunk_tokens: int = CHUNK_TOKENS
-    max_new_tokens: int = MAX_NEW_TOKENS
+    max_new_tokens: int | None = None
     seed: int = 0
     kernels: Implementation = "auto"
     prompt: PromptTemplate = field(default_factory=PromptTemplate)
@@ -63,8 +66,16 @@ class CompareConfig:
     def __post_init__(self) -> None:
         """Refuse what selects or answers nothing."""
         for name in ("n_chunks", "n_nuggets", "chunk_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: use at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: use at least 1")
+
+    def scoring(self, data: str) -> Scoring:
+        """How answers to a data set's questions are scored, and how long they may be."""
+        scoring = scoring_of(data)
+        if self.max_new_tokens is None:
+            return scoring
+        return replace(scoring, max_new_tokens=self.max_new_tokens)
 
 
 Results = Mapping[str, Mapping[str, Sequence[Measured]]]
@@ -87,14 +98,16 @@ def compare(
 
     Each measurement is appended to `results.jsonl` in `folder`; those that are there already, with
     the same settings and on the same machine, are taken from it. `on_progress` is told how many there are.
+    What each search found goes to `evidence.jsonl`, also for what was measured before.
     `model` encodes what is cached, `reader` (the same, or with an adapter) computes all else.
 
     Raises:
         ConfigError: no data, no examples, no methods, one twice, one that is not known, or one that
-            reranks without a reranker.
+            reranks without a reranker; ROUGE-L is needed and `rouge` is not installed.
         BudgetError: an example does not fit the model's window.
     """
     config, proposer = config or CompareConfig(), proposer or RuleProposer()
+    tell = on_progress or (lambda _: None)
     chosen = [parse_method(name) for name in methods]
     if not chosen or len({method.name for method in chosen}) < len(chosen):
         raise ConfigError(f"methods must be named, each once: got {', '.join(methods) or 'none'}")
@@ -102,6 +115,8 @@ def compare(
         raise ConfigError("spans-reranked needs a cross-encoder: give reranker (--reranker)")
     if not data or not all(data.values()):
         raise ConfigError("no questions to measure: every data set needs at least one")
+    if any(config.scoring(name).metric == "rouge-l" for name in data):
+        check_rouge()
     kitchen = Kitchen(model, config.prompt, reader=reader, kernels=config.kernels)
     searcher = _Searcher(
         kitchen=kitchen, embedder=embedder, proposer=proposer, reranker=reranker, config=config
@@ -110,30 +125,35 @@ def compare(
     digests = {name: _digests(examples) for name, examples in data.items()}
     turns = random.Random(config.seed)
     done, is_warm = 0, False
-    with ResultsFile(folder / RESULTS, settings) as results:
+    with ResultsFile(folder / RESULTS, settings) as results, EvidenceFile(folder, settings) as kept:
         for name, examples in data.items():
             for example, digest in zip(examples, digests[name], strict=True):
                 order = turns.sample(chosen, len(chosen))  # no method always follows the same one
                 missing = [m for m in order if (name, digest, m.name) not in results]
-                bench = _Bench.of(searcher, example) if missing else None
-                if bench is not None and not is_warm:
-                    for method in missing:
+                unseen = {m.search for m in chosen if (name, digest, m.search) not in kept}
+                if missing or unseen:
+                    bench = _Bench.of(searcher, example, config.scoring(name))
+                    for search in sorted(unseen):
+                        kept.add(bench.evidence(search, settings, name, digest))
+                    for method in () if is_warm else missing:
                         bench.measure(method)
-                    is_warm = True
-                for method in order:
-                    if bench is not None and method in missing:
-                        values = bench.measure(method)
-                        row = Measured(
+                        is_warm = True
+                done += len(order) - len(missing)
+                if not missing:
+                    tell(done)
+                for method in missing:
+                    values = bench.measure(method)
+                    results.add(
+                        Measured(
                             settings=settings,
                             data=name,
                             example=digest,
                             method=method.name,
                             **values,
                         )
-                        results.add(row)
+                    )
                     done += 1
-                    if on_progress is not None:
-                        on_progress(done)
+                    tell(done)
                 kitchen.forget()
         return {
             name: {
@@ -208,10 +228,10 @@ class _Bench:
     chunks: Sequence[Chunk]
     task: Callable[[Search], Task]
     answer: tuple[int, ...]
-    max_new_tokens: int
+    scoring: Scoring
 
     @classmethod
-    def of(cls, searcher: _Searcher, example: Example) -> _Bench:
+    def of(cls, searcher: _Searcher, example: Example, scoring: Scoring) -> _Bench:
         chunks = searcher.chunks(example)
         return cls(
             kitchen=searcher.kitchen,
@@ -219,7 +239,19 @@ class _Bench:
             chunks=chunks,
             task=cache(lambda search: searcher.task(example.question, chunks, search)),
             answer=answer_ids(searcher.kitchen.prompt, example.answers[0]),
-            max_new_tokens=searcher.config.max_new_tokens,
+            scoring=scoring,
+        )
+
+    def evidence(self, search: Search, settings: str, data: str, digest: str) -> Evidence:
+        """What a search found, to be looked at."""
+        return evidence_of(
+            self.example,
+            self.chunks,
+            self.task(search),
+            settings=settings,
+            data=data,
+            digest=digest,
+            search=search,
         )
 
     def measure(self, method: Method) -> dict[str, Any]:
@@ -232,11 +264,20 @@ class _Bench:
         watch = Stopwatch(kitchen.model.device)
         with watch.part("compose"):
             composed = method.compose(kitchen, task)
-        said = say(reader, composed, task.tail, watch, self.max_new_tokens)
-        timings = watch.timings()
+        said = say(
+            reader,
+            composed,
+            task.tail,
+            watch,
+            self.scoring.max_new_tokens,
+            first_line=self.scoring.first_line,
+        )
+        timings, golds = watch.timings(), self.example.answers
+        is_summary = self.scoring.metric == "rouge-l"
         return {
             "answer": said.text,
-            "f1": token_f1(said.text, self.example.answers),
+            "f1": token_f1(said.text, golds),
+            "rouge_l": rouge_l(said.text, golds) if is_summary else None,
             "nll": nll,
             "n_context": composed.n_context,
             "bytes_read": composed.bytes_read,

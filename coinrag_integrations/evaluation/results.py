@@ -5,13 +5,14 @@ A run that was interrupted goes on: what was measured with the same settings is 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.evaluation.lines import LinesFile, read_lines
+
+RESULTS = "results.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +57,10 @@ class ResultsFile:
         Raises:
             ConfigError: the file cannot be read or written, or holds something else.
         """
-        self.path, self.settings = path, settings
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-        try:
-            self._found = {row.key: row for row in self._read() if row.settings == settings}
-        except BaseException:
-            self._file.close()
-            raise
+        self.settings = settings
+        rows = read_lines(path, _measured, "measurement")
+        self._found = {row.key: row for row in rows if row.settings == settings}
+        self._file = LinesFile(path)
 
     def __contains__(self, key: object) -> bool:
         """Whether something has been measured."""
@@ -78,8 +72,7 @@ class ResultsFile:
 
     def add(self, row: Measured) -> None:
         """Note a measurement; it is in the file when this returns."""
-        self._file.write(json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        self._file.add(asdict(row))
         self._found[row.key] = row
 
     def __enter__(self) -> Self:
@@ -88,22 +81,7 @@ class ResultsFile:
 
     def __exit__(self, *_: object) -> None:
         """Close."""
-        self._file.close()
-
-    def _read(self) -> Iterator[Measured]:
-        self._file.seek(0)
-        whole = 0  # where the last finished line ends
-        try:
-            while (line := self._file.readline()).endswith(b"\n"):
-                whole = self._file.tell()
-                if line.strip():
-                    yield _measured(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{self.path} holds something that is no measurement ({error}): give another folder"
-            ) from error
-        self._file.truncate(whole)
-        self._file.seek(0, 2)
+        self._file.__exit__()
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from coinrag_integrations.errors import BudgetError, ConfigError
-from coinrag_integrations.evaluation.compare import RESULTS, CompareConfig, compare
+from coinrag_integrations.evaluation.compare import CompareConfig, compare
 from coinrag_integrations.evaluation.likelihood import answer_ids, losses
-from coinrag_integrations.evaluation.metrics import token_f1
+from coinrag_integrations.evaluation.metrics import rouge_l, token_f1
+from coinrag_integrations.evaluation.results import RESULTS
 from coinrag_integrations.evaluation.rivals import METHODS, Kitchen, make_task
 from coinrag_integrations.evaluation.summary import summarise
 from tests.evaluation.rivals.parts import EXAMPLE, chunks_of, plain
@@ -235,3 +236,17 @@ def test_summaries_show_rouge_where_it_was_measured(model, tmp_path):
     assert summary.to_dict()["data"]["a"]["full"]["rouge_l"] == 0.25
     assert summary.to_markdown().splitlines()[2].endswith("| ROUGE-L |")
     assert "| 25.0 |" in summary.to_markdown()
+
+
+def test_a_data_set_is_scored_as_its_name_says(model, tmp_path):
+    """Summaries are longer, keep their lines, and are scored by ROUGE-L."""
+    assert CompareConfig().scoring("hotpotqa").max_new_tokens == 32
+    assert CompareConfig().scoring("gov_report").max_new_tokens == 512
+    long = CompareConfig(n_chunks=3, n_nuggets=4, chunk_tokens=48, max_new_tokens=40)
+    data = {"gov_report": (EXAMPLE,), "a": (EXAMPLE,)}
+    results = measure(model, tmp_path, ("full",), data, long)
+    summary, answer = (results[name]["full"][0] for name in data)
+    assert summary.rouge_l == rouge_l(summary.answer, EXAMPLE.answers)
+    assert answer.rouge_l is None
+    assert answer.answer == (summary.answer.splitlines() or [""])[0].strip()
+    assert len(summary.answer) >= len(answer.answer)

@@ -23,7 +23,7 @@ from coinrag_integrations.evaluation.rivals.task import Apart, Blend, Composed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A greedy answer, its first line alone."""
+    """A greedy answer."""
 
     tokens: tuple[int, ...]
     text: str
@@ -35,8 +35,10 @@ def say(
     tail: Sequence[int],
     watch: Stopwatch,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    *,
+    first_line: bool = True,
 ) -> Said:
-    """Prefill what is left to compute and the question, then decode up to the end of a line.
+    """Prefill what is left to compute and the question, then decode, with `first_line` one line only.
 
     Notes the first token's time. A composed context may be used once: its rows are written to.
 
@@ -52,9 +54,12 @@ def say(
                 break
             tokens.append(token)
             text = model.tokenizer.decode(tokens)
-            if "\n" in text.lstrip():
+            if first_line and "\n" in text.lstrip():
                 break
-    return Said(tokens=tuple(tokens), text=(text.strip().splitlines() or [""])[0].strip())
+    text = text.strip()
+    if first_line:
+        text = (text.splitlines() or [""])[0].strip()
+    return Said(tokens=tuple(tokens), text=text)
 
 
 def likelihood_logits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.rivals.ape import ape
@@ -27,17 +27,21 @@ from coinrag_integrations.evaluation.rivals.spans import spans, unaligned
 from coinrag_integrations.evaluation.rivals.task import Composed, Search, Task
 
 Compose = Callable[[Kitchen, Task], Composed]
+Reads = Literal["nothing", "nuggets", "chunks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A way to put context before a question, under the name it is asked for.
 
-    `search` finds what it works on; without `is_adapted` the base model reads it, adapter or not.
+    `search` finds what it works on, `reads` says what of that; `n_nuggets` how many of the nuggets, None:
+    the task's. Without `is_adapted` the base model reads it, adapter or not.
     """
 
     name: str
     compose: Compose
+    reads: Reads
+    n_nuggets: int | None = None
     search: Search = "two-stage"
     is_adapted: bool = True
 
@@ -96,12 +100,12 @@ METHODS: Mapping[str, Compose] = {
 ABLATIONS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method(name="spans-one-stage", compose=spans, search="one-stage"),
-        Method(name="spans-unaligned", compose=unaligned),
-        Method(name="spans-unadapted", compose=spans, is_adapted=False),
+        Method(name="spans-one-stage", compose=spans, reads="nuggets", search="one-stage"),
+        Method(name="spans-unaligned", compose=unaligned, reads="nuggets"),
+        Method(name="spans-unadapted", compose=spans, reads="nuggets", is_adapted=False),
     )
 }
-RERANKED = Method(name="spans-reranked", compose=spans, search="reranked")
+RERANKED = Method(name="spans-reranked", compose=spans, reads="nuggets", search="reranked")
 
 
 def parse_method(name: str) -> Method:
@@ -118,8 +122,11 @@ def parse_method(name: str) -> Method:
     if compose is None:
         known = ", ".join((*METHODS, *others))
         raise ConfigError(f"method {base!r} is not known: use some of {known}")
+    reads: Reads = "nuggets" if _NUMBERS.get(base) is _NUGGETS else "chunks"
+    if compose is none:
+        reads = "nothing"
     if not colon:
-        return Method(name=name, compose=compose)
+        return Method(name=name, compose=compose, reads=reads)
     kind = _NUMBERS.get(base)
     if kind is None:
         numbered = ", ".join(_NUMBERS)
@@ -135,7 +142,12 @@ def parse_method(name: str) -> Method:
             f"method {name!r}: {number!r} is not {what} from {kind.least:g}{limit}"
         ) from error
     options: dict[str, Any] = dict.fromkeys(kind.options, value)
-    return Method(name=name, compose=partial(compose, **options))
+    return Method(
+        name=name,
+        compose=partial(compose, **options),
+        reads=reads,
+        n_nuggets=options.get("nuggets"),
+    )
 
 
 def swept(names: Sequence[str]) -> list[str]:

@@ -64,6 +64,10 @@ def evaluate(
         str | None,
         typer.Option("--adapter", help="A reader adapter's folder; '' for none. The demo has one."),
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option("--links", help="Trained link tokens for kvlink: their folder."),
+    ] = None,
     embedder: Annotated[
         str, typer.Option("--embedder", help="Which embedder retrieves.")
     ] = "minilm",
@@ -102,6 +106,7 @@ def evaluate(
     output = Output(as_json=json)
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
+    from coinrag_integrations.engine.links import load_links
     from coinrag_integrations.evaluation.compare import CompareConfig, compare
     from coinrag_integrations.evaluation.data import read_named
     from coinrag_integrations.evaluation.plots import can_draw, draw
@@ -134,6 +139,8 @@ def evaluate(
         adapted = load_adapter(DEMO if adapter is None and model == DEMO else adapter)
         if adapted is not None:
             reader = with_adapter(loaded, adapted)
+        if links is not None:
+            reader = load_links(links, reader or loaded)
     total = len(chosen) * sum(map(len, examples.values()))
     with output.counting("measuring", total) as progress:
         results = compare(

@@ -1,7 +1,7 @@
 """What touches what transformers does not promise: caches, rotary modules, renames.
 
-Its other half is `hf_partial`, for rival methods; no other file does so. transformers 5.24 renames the
-argument `past_key_values` to `cache`; both are served here.
+Its other parts are `hf_partial`, for rival methods, and `hf_training`; no other file does so.
+transformers 5.24 renames the argument `past_key_values` to `cache`; both are served here.
 """
 
 from __future__ import annotations
@@ -133,50 +133,17 @@ def last_logits(
     Raises:
         UnsupportedModelError: the model's attention implementation takes no mask.
     """
-    arguments: dict[str, Any] = {_cache_argument(model): cache}
+    arguments: dict[str, Any] = {cache_argument(model): cache}
     if positions is not None:
         arguments["position_ids"] = positions
     if visible is not None:
-        arguments["attention_mask"] = _attention_mask(model, visible)
+        arguments["attention_mask"] = attention_mask(model, visible)
     with torch.no_grad():  # inference_mode cannot be compiled
         logits = model(ids, use_cache=True, logits_to_keep=n, **arguments).logits
     return logits[:, -n:].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
 
 
-class _BehindLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One layer behind entries that stay as they are: gradients flow through the new rows only."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values  # [B, H, N, D]
-        self.device, self.dtype = keys.device, keys.dtype
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = torch.cat((self.keys, key_states.to(self.dtype)), -2)
-        return keys, torch.cat((self.values, value_states.to(self.dtype)), -2)
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        return int(self.keys.shape[-2])
-
-
-def logits_behind(
-    model: PreTrainedModel, ids: torch.Tensor, kv: torch.Tensor, n: int
-) -> torch.Tensor:
-    """Logits after each of the last n of `ids` [B, m] behind kv [L, 2, B, H, N, D]: fp32 [B, n, V].
-
-    For training: gradients flow, and `kv` stays as it is. Takes a model that peft has wrapped as well.
-    """
-    cache = Cache(layers=[_BehindLayer(k, v) for k, v in kv.unbind(0)])
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    arguments = {_cache_argument(base): cache}
-    logits = model(input_ids=ids, use_cache=True, logits_to_keep=n, **arguments).logits
-    return logits[:, -n:].float()  # type: ignore[no-any-return]  # transformers outputs are untyped
-
-
-def _attention_mask(
+def attention_mask(
     model: PreTrainedModel, visible: Mapping[int | None, torch.Tensor]
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """As the model's forward takes it: one mask, or one for each type of layer if they differ."""
@@ -224,7 +191,7 @@ class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = _before_rope(self.tap, key_states)
+        before = before_rope(self.tap, key_states)
         if (before is not None) != self.turns:
             raise UnsupportedModelError(
                 "a layer turned its keys although it was seen not to, or the other way round: this "
@@ -259,7 +226,7 @@ def capture(
     Raises:
         UnsupportedModelError: the model's attention does not rotate one key per cache update.
     """
-    with _tap_keys(model) as tap, torch.inference_mode():
+    with tap_keys(model) as tap, torch.inference_mode():
         layers = [
             _CaptureLayer(
                 out[:, :, i],
@@ -270,7 +237,7 @@ def capture(
             for i in range(out.shape[2])
         ]
         body = model.base_model
-        body(ids, use_cache=True, **{_cache_argument(body): Cache(layers=layers)})
+        body(ids, use_cache=True, **{cache_argument(body): Cache(layers=layers)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +259,7 @@ class _WatchLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = _before_rope(self.tap, key_states)
+        before = before_rope(self.tap, key_states)
         self.seen = SeenKeys(
             before=None if before is None else before[0].transpose(0, 1).clone(),
             after=key_states[0].transpose(0, 1).clone(),
@@ -312,10 +279,10 @@ def observe_keys(model: PreTrainedModel, n_layers: int, positions: Sequence[int]
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.tensor([[(7919 * i + 11) % vocabulary for i in positions]], device=model.device)
     where = torch.tensor([list(positions)], device=model.device)
-    with _tap_keys(model) as tap, torch.inference_mode():
+    with tap_keys(model) as tap, torch.inference_mode():
         layers = [_WatchLayer(tap) for _ in range(n_layers)]
         body = model.base_model
-        cache = {_cache_argument(body): Cache(layers=layers)}
+        cache = {cache_argument(body): Cache(layers=layers)}
         body(ids, use_cache=True, position_ids=where, **cache)
     seen = [layer.seen for layer in layers if layer.seen is not None]
     if len(seen) != n_layers:
@@ -328,7 +295,7 @@ def has_rotary_function(model: PreTrainedModel) -> bool:
     return hasattr(sys.modules[type(model).__module__], _ROTARY_FUNCTION)
 
 
-def _before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Tensor | None:
+def before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Tensor | None:
     """The keys that became `key_states`: what was tapped, and the dimensions that were not turned."""
     if not tap:
         return None
@@ -345,7 +312,7 @@ def _before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Ten
 
 
 @contextmanager
-def _tap_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+def tap_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """See the keys that the model's rotary function is about to turn, in this thread only.
 
     The function is a global of the model's module; it is put back on leaving, and the lock keeps
@@ -370,7 +337,7 @@ def _tap_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _cache_argument(model: PreTrainedModel) -> str:
+def cache_argument(model: PreTrainedModel) -> str:
     """What this version of transformers calls the cache argument."""
     return _cache_argument_of(type(model).forward)
 

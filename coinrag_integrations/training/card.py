@@ -6,6 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_TITLES = {"lora": "Reader adapter", "full": "Reading model", "links": "Link tokens"}
+_READS = {
+    "spans": "composed KV of spans",
+    "chunks": "composed KV of whole chunks",
+    "text": "the same spans as text",
+}
+
 
 def model_card(
     base: str, config: Mapping[str, Any], report: Mapping[str, Any], data: Sequence[str]
@@ -15,12 +22,9 @@ def model_card(
     best, minutes = report["best_step"], report["seconds"] / 60
     losses = "\n".join(f"| {step} | {loss:.3f} |" for step, loss in sorted(held.items()))
     sources = "\n".join(f"- {name}" for name in data) or "- not noted"
-    reads = {"spans": "composed KV of spans", "text": "the same spans as text"}[config["context"]]
-    return f"""# Reader adapter for {base}
+    return f"""# {_TITLES[config["kind"]]} for {base}
 
-LoRA of rank {config["rank"]} on all linear layers, for tokens that are computed online (question and
-answer) behind {reads}. What is cached is the base model's and stays valid. It is in
-peft's form; use it with `CoinRAG.open(adapter=…)`.
+{_introduction(config)}
 
 ## Training
 
@@ -42,3 +46,19 @@ Settings:
 {json.dumps(dict(config), indent=1)}
 ```
 """
+
+
+def _introduction(config: Mapping[str, Any]) -> str:
+    reads = _READS[config["context"]]
+    if config["kind"] == "lora":
+        return f"""LoRA of rank {config["rank"]} on all linear layers, for tokens that are computed online
+(question and answer) behind {reads}. What is cached is the base model's and stays valid. It is in
+peft's form; use it with `CoinRAG.open(adapter=…)`."""
+    if config["kind"] == "links":
+        return f"""Embeddings of {config["n_links"]} link tokens, which are computed with the question
+behind each of the chunks (KVLink, arXiv 2502.16002; there the tokens differ from chunk to chunk, here
+they are the same behind all). The model is frozen, what is cached stays valid."""
+    through = "with" if config["through_cache"] else "without"
+    return f"""All weights, trained on questions and answers behind {reads}, {through} gradients
+through what was encoded. Use it with `CoinRAG.open(model=…)`: what the base model has cached does not
+belong to it, and is encoded anew."""

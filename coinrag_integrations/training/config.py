@@ -1,41 +1,58 @@
-"""How a reader adapter is trained."""
+"""How what reads cached KV is trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from coinrag_integrations.engine.prompt import PromptTemplate
 from coinrag_integrations.errors import ConfigError
 
-Context = Literal["spans", "text"]
+Context = Literal["spans", "chunks", "text"]
+Kind = Literal["lora", "full", "links"]
+_LISTED: dict[str, tuple[str, ...]] = {
+    "kind": ("lora", "full", "links"),
+    "context": ("spans", "chunks", "text"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderConfig:
-    """Retrieval as served (CoinRAG, arXiv 2608.07458: k_c = 5, k = 10, RAFT noise 0.15), LoRA and AdamW.
+    """Retrieval as served (CoinRAG, arXiv 2608.07458: k_c = 5, k = 10, RAFT noise 0.15), and AdamW.
 
-    `context` "spans" composes KV, "text" prefills the same tokens, through the adapter: the twin to
-    compare with. `n_passages` of an example's are candidates; with probability `noise` none that helps is
-    among them. `shuffle` is how often passages stand in another order than the retrieval's. One step is
-    the mean over `batch` examples; `n_examples` are seen in all, each once. Every `check_every` steps the
-    likelihood of `n_held_out` examples is measured; after `patience` checks without a better one, training
-    ends, and the best weights are kept.
+    `kind` says what is trained. "lora": an adapter of the base model, which encodes and stays as it is.
+    "full": all weights, those that encode too, so that chunks are encoded anew in every step;
+    `through_cache` lets gradients flow through what was encoded. "links": the embeddings of `n_links`
+    tokens behind each chunk, and nothing else.
+
+    `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
+    "spans", through what is trained: the twin to compare with. `n_passages` of an example's are
+    candidates; with probability `noise` none that helps is among them. `shuffle` is how often passages
+    stand in another order than the retrieval's. An example that takes more than `max_tokens` is
+    left out. One step is the mean over `batch` examples, `at_once` of them in one pass; `n_examples` are
+    seen in all, each once. Every `check_every` steps the likelihood of `n_held_out` examples is
+    measured; after `patience` checks without a better one, training ends, and the best weights are
+    kept.
     """
 
+    kind: Kind = "lora"
     context: Context = "spans"
     n_chunks: int = 5
     n_nuggets: int = 10
     n_passages: int = 10
     noise: float = 0.15
     shuffle: float = 0.5
+    max_tokens: int | None = None
     rank: int = 16
     alpha: int = 32
+    n_links: int = 5
+    through_cache: bool = False
     learning_rate: float = 4e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
     max_norm: float = 1.0
     batch: int = 8
+    at_once: int = 4
     n_examples: int = 3200
     n_held_out: int = 48
     check_every: int = 25
@@ -43,16 +60,48 @@ class ReaderConfig:
     seed: int = 0
     prompt: PromptTemplate = field(default_factory=PromptTemplate)
 
+    @classmethod
+    def paper_recipe(cls, n_examples: int = 277_280) -> Self:
+        """CoinRAG's own: full fine-tuning, one pass over its examples, 16 a step, 1024 tokens at most.
+
+        What the paper does not say (warm-up, schedule, checks) is as elsewhere here.
+        """
+        return cls(
+            kind="full",
+            through_cache=True,
+            shuffle=0.0,
+            max_tokens=1024,
+            learning_rate=5e-6,
+            batch=16,
+            at_once=1,
+            n_examples=n_examples,
+            check_every=100,
+        )
+
+    @classmethod
+    def link_recipe(cls, n_links: int = 5, n_examples: int = 3200) -> Self:
+        """Link tokens of a frozen model, behind whole chunks, as KVLink places them."""
+        return cls(
+            kind="links",
+            context="chunks",
+            n_links=n_links,
+            learning_rate=5e-3,
+            n_examples=n_examples,
+        )
+
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
-        if self.context not in ("spans", "text"):
-            raise ConfigError(f"context is {self.context!r}: use one of spans, text")
-        numbers = {
-            name: getattr(self, name)
-            for name in ("n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "batch")
-        }
-        numbers |= {"check_every": self.check_every, "n_held_out": self.n_held_out}
-        if wrong := [name for name, value in numbers.items() if value < 1]:
+        for name, values in _LISTED.items():
+            if getattr(self, name) not in values:
+                given = getattr(self, name)
+                raise ConfigError(f"{name} is {given!r}: use one of {', '.join(values)}")
+        if self.kind == "links" and self.context != "chunks":
+            raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
+        if self.through_cache and (self.kind != "full" or self.context == "text"):
+            raise ConfigError("through_cache needs kind='full', and a context that is composed")
+        names = ["n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "n_links"]
+        names += ["batch", "at_once", "check_every", "n_held_out"]
+        if wrong := [name for name in names if getattr(self, name) < 1]:
             raise ConfigError(f"{', '.join(wrong)} must be at least 1")
         if self.n_examples < self.batch:
             raise ConfigError(f"n_examples={self.n_examples} is less than a batch of {self.batch}")

@@ -1,8 +1,7 @@
-"""Train a reader adapter: LoRA on online tokens, behind KV that stays as it is. Resumable."""
+"""Train what reads cached KV: one loop for all that can be trained. Resumable."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -10,22 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
-from coinrag_integrations.engine import LoadedModel, hf
-from coinrag_integrations.engine.adapter import BASE_FILE, WEIGHTS_FILE
-from coinrag_integrations.errors import BudgetError, ConfigError, ModelError
+from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.files import write_text
 from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.training.card import model_card
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.examples import mixed
+from coinrag_integrations.training.learners import Learner, make_learner
 from coinrag_integrations.training.samples import Sample, Sampler
 
 _AHEAD = 4  # samples prepared and not yet learnt from
@@ -57,14 +56,16 @@ def train_reader(
     config: ReaderConfig | None = None,
     *,
     data: Sequence[str] = (),
+    reader: LoadedModel | None = None,
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrainingReport:
-    """Train on examples, and write the best adapter so far into `folder` after every check.
+    """Train what the config names, and write the best so far into `folder` after every check.
 
     A slice of the examples is held out. Interrupted, it goes on from the last check when called again
     with the same folder and config. `max_seconds` ends it early, its learning rate planned for that.
-    `data` says where the examples came from, for the model card.
+    `data` says where the examples came from, for the model card; `reader` is the model with an adapter
+    merged in, for link tokens that are to stand beside one.
 
     Raises:
         ConfigError: too few examples, or the folder was begun with another config.
@@ -80,27 +81,28 @@ def train_reader(
     order = Random(config.seed).sample(range(len(examples)), len(examples))
     held = [examples[i] for i in order[: config.n_held_out]]
     kept = [examples[i] for i in order[config.n_held_out :]]
-    run = _Run(model, Sampler.of(model, embedder, config), config, folder, data)
+    torch.manual_seed(config.seed)
+    learner = make_learner(model, config, reader)
+    sampler = Sampler.of(model, embedder, config, reader=learner.reader)
+    run = _Run(learner, sampler, config, folder, data)
     run.resume()
     return run.train(mixed(kept, config), held, max_seconds, on_progress or (lambda _: None))
 
 
 class _Run:
-    """One training: its model, optimiser and report."""
+    """One training: what learns, its optimiser and report."""
 
     def __init__(
         self,
-        model: LoadedModel,
+        learner: Learner,
         sampler: Sampler,
         config: ReaderConfig,
         folder: Path,
         data: Sequence[str],
     ) -> None:
-        self.base, self.sampler, self.config, self.folder = model, sampler, config, folder
+        self.learner, self.sampler, self.config, self.folder = learner, sampler, config, folder
         self.data = data
-        torch.manual_seed(config.seed)
-        self.peft = _lora(model, config)
-        self.weights = [p for p in self.peft.parameters() if p.requires_grad]
+        self.weights = learner.weights
         self.optimiser = torch.optim.AdamW(
             self.weights, lr=config.learning_rate, weight_decay=config.weight_decay
         )
@@ -129,12 +131,13 @@ class _Run:
             if done >= 1:
                 break
             self._set_rate(done)
-            losses = [self._backward(next(samples)) for _ in range(config.batch)]
+            batch = list(islice(samples, config.batch))
+            loss = sum(self._backward(part) for part in _parts(batch, config.at_once))
             torch.nn.utils.clip_grad_norm_(self.weights, config.max_norm)
             self.optimiser.step()
             self.optimiser.zero_grad()
             report.step += 1
-            report.loss = sum(losses) / len(losses)
+            report.loss = loss / config.batch
             report.seconds = spent + time.monotonic() - begin
             self._log({"step": report.step, "loss": round(report.loss, 5)})
             if report.step % config.check_every == 0:
@@ -153,7 +156,8 @@ class _Run:
         if not path.exists():
             return
         state = torch.load(path, weights_only=True)
-        if state["config"] != _plain(self.config):
+        begun = _plain(ReaderConfig()) | state["config"]  # an older version knew fewer settings
+        if begun != _plain(self.config):
             raise ConfigError(
                 f"{self.folder} was begun with another config: give the same one, or another folder"
             )
@@ -184,25 +188,21 @@ class _Run:
         except BudgetError:
             return None
 
-    def _backward(self, sample: Sample) -> float:
-        loss = self._loss(sample)
+    def _backward(self, samples: Sequence[Sample]) -> float:
+        """Add the gradients of one pass; the sum of its losses."""
+        loss = self.learner.losses(samples).sum()
         (loss / self.config.batch).backward()  # type: ignore[no-untyped-call]
-        self.report.n_examples += 1
+        self.report.n_examples += len(samples)
         return float(loss.detach())
-
-    def _loss(self, sample: Sample) -> torch.Tensor:
-        """Mean nats a token of the answer."""
-        ids = torch.tensor([sample.ids], device=self.base.device)
-        logits = hf.logits_behind(self.peft, ids[:, :-1], sample.kv, sample.n_answer)
-        return cross_entropy(logits[0], ids[0, -sample.n_answer :])
 
     def _check(self, tests: Sequence[Sample]) -> bool:
         """Measure, and keep what is needed to go on; whether it is the best so far."""
         report = self.report
         with torch.no_grad():
-            losses = [float(self._loss(sample)) for sample in tests]
-        nll = sum(losses) / len(losses)
-        is_best = nll < min(report.held_out.values(), default=math.inf)
+            parts = _parts(tests, self.config.at_once)
+            losses = [loss for part in parts for loss in self.learner.losses(part).tolist()]
+        nll = math.fsum(losses) / len(losses)
+        is_best: bool = nll < min(report.held_out.values(), default=math.inf)
         report.held_out[report.step] = round(nll, 5)
         if is_best:
             report.best_step = report.step
@@ -220,19 +220,9 @@ class _Run:
         return is_best
 
     def _save(self) -> None:
-        """The adapter as peft writes it, in the model's dtype, and what it belongs to."""
-        from safetensors.torch import load_file, save_file
-
-        self.peft.peft_config["default"].base_model_name_or_path = self.base.name
-        self.peft.save_pretrained(self.folder)
-        path = self.folder / WEIGHTS_FILE
-        dtype = self.base.layout.dtype
-        save_file({k: v.to(dtype) for k, v in load_file(path).items()}, path)
-        owner = {"weights": self.base.weights, "dtype": str(dtype)}
         config, report = _plain(self.config), asdict(self.report)
-        text = {**owner, "config": config, "report": report}
-        write_text(self.folder / BASE_FILE, json.dumps(text, indent=1) + "\n")
-        card = model_card(self.base.name, config, report, self.data)
+        self.learner.save(self.folder, {"config": config, "report": report})
+        card = model_card(self.learner.reader.name, config, report, self.data)
         write_text(self.folder / CARD_FILE, card)
 
     def _set_rate(self, done: float) -> None:
@@ -247,25 +237,13 @@ class _Run:
             file.write(json.dumps(line) + "\n")
 
 
-def _lora(model: LoadedModel, config: ReaderConfig) -> Any:
-    """The model with trainable LoRA on all linear layers but the head; shares the base's parameters."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ModelError(
-            f"training needs peft: pip install 'coinrag-integrations[train]' ({error})"
-        ) from error
-    shared = {id(it): it for it in (*model.hf.parameters(), *model.hf.buffers())}
-    reader = copy.deepcopy(model.hf, shared)
-    lora = LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules="all-linear",
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(reader, lora)
-
-
 def _plain(config: ReaderConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
+
+
+def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    """So many samples at once, those of like length together if all fit no single pass."""
+    if 1 < size < len(samples):
+        samples = sorted(samples, key=len)
+    for first in range(0, len(samples), size):
+        yield samples[first : first + size]

@@ -13,39 +13,11 @@ from safetensors.torch import load_file
 
 from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel, hf
 from coinrag_integrations.engine.adapter import Adapter, with_adapter
+from coinrag_integrations.engine.hf_training import logits_behind
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.evaluation.data import Example
-from coinrag_integrations.training import ReaderConfig, Sampler, TrainingReport, mixed, train_reader
-from coinrag_integrations.types import Document
+from coinrag_integrations.training import Sampler, TrainingReport, mixed, train_reader
 from tests.tiny import HashEmbedder, tiny_model
-
-COLOURS = ["red", "blue", "green", "white"]
-CONFIG = ReaderConfig(
-    rank=8,
-    alpha=32,
-    learning_rate=0.02,
-    batch=4,
-    n_examples=96,
-    n_held_out=6,
-    check_every=4,
-    n_passages=3,
-    n_nuggets=4,
-)
-
-
-def example(i: int) -> Example:
-    thing, colour = f"boat {i}", COLOURS[i % 4]
-    texts = (f"The {thing} is painted {colour} every spring.", f"Ferry {i} leaves at noon.")
-    documents = tuple(Document(document_id=f"{i}/{j}", text=text) for j, text in enumerate(texts))
-    return Example(
-        question=f"Which colour is {thing}?",
-        answers=(colour,),
-        documents=documents,
-        supporting=frozenset({f"{i}/0"}),
-    )
-
-
-EXAMPLES = [example(i) for i in range(60)]
+from tests.training.parts import CONFIG, EXAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +57,7 @@ def test_it_is_served_as_it_was_trained(model: LoadedModel, trained):
         sample = sampler.sample(it, Random(i))
         ids = torch.tensor([sample.ids])
         with torch.no_grad():
-            logits = hf.logits_behind(reader.hf, ids[:, :-1], sample.kv, sample.n_answer)
+            logits = logits_behind(reader.hf, ids[:, :-1], sample.kv, sample.n_answer)
         losses.append(
             float(torch.nn.functional.cross_entropy(logits[0], ids[0, -sample.n_answer :]))
         )
@@ -99,7 +71,7 @@ def test_gradients_stay_behind_the_cached_part(model: LoadedModel):
     grads = model.hf.model.layers[0].self_attn.q_proj.weight
     grads.requires_grad_(True)
     try:
-        hf.logits_behind(model.hf, ids, sample.kv, 2).sum().backward()
+        logits_behind(model.hf, ids, sample.kv, 2).sum().backward()
         assert grads.grad is not None
     finally:
         grads.requires_grad_(False)
@@ -112,7 +84,7 @@ def test_gradients_stay_behind_the_cached_part(model: LoadedModel):
         2,
     )
     with torch.no_grad():
-        torch.testing.assert_close(hf.logits_behind(model.hf, ids, sample.kv, 2), plain)
+        torch.testing.assert_close(logits_behind(model.hf, ids, sample.kv, 2), plain)
 
 
 def test_an_interrupted_training_goes_on_to_the_same_weights(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from coinrag_integrations.engine import LoadedModel
 from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.engine.kernels import Implementation, choose_kernels
+from coinrag_integrations.engine.links import link_ids
 from coinrag_integrations.engine.plan import OnlineText, PrefixPlan, Segment, Text
 from coinrag_integrations.engine.prefix import Prefix, empty_kv
 from coinrag_integrations.engine.prompt import PromptTemplate, build_prompt
@@ -68,7 +69,8 @@ class Kitchen:
     """A model with its prompt, and what has been prepared offline.
 
     `model` encodes what is cached; `reader` computes all else: the same, or the model with a reader
-    adapter merged in.
+    adapter merged in. `links` are the ids of trained link tokens, where the reader has some (see
+    `engine.links`).
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Kitchen:
     ) -> None:
         """Encode the prompt's head."""
         self.model, self.reader = model, reader or model
+        self.links = link_ids(self.reader)
         self.prompt = build_prompt(model.tokenizer, template or PromptTemplate())
         self.kernels = choose_kernels(kernels, model.device)
         self._head = encode(model, [self.prompt.head])[0].contiguous()  # [P, L, 2, H, D]

@@ -68,6 +68,10 @@ def evaluate(
         Path | None,
         typer.Option("--links", help="Trained link tokens for kvlink: their folder."),
     ] = None,
+    c2kv: Annotated[
+        Path | None,
+        typer.Option("--c2kv", help="A trained extractor for c2kv and hybrid: its folder."),
+    ] = None,
     embedder: Annotated[
         str, typer.Option("--embedder", help="Which embedder retrieves.")
     ] = "minilm",
@@ -106,6 +110,7 @@ def evaluate(
     output = Output(as_json=json)
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
+    from coinrag_integrations.engine.c2kv import Extractor
     from coinrag_integrations.engine.links import load_links
     from coinrag_integrations.evaluation.compare import CompareConfig, compare
     from coinrag_integrations.evaluation.data import read_named
@@ -141,6 +146,7 @@ def evaluate(
             reader = with_adapter(loaded, adapted)
         if links is not None:
             reader = load_links(links, reader or loaded)
+        extractor = None if c2kv is None else Extractor.load(c2kv, loaded)
     total = len(chosen) * sum(map(len, examples.values()))
     with output.counting("measuring", total) as progress:
         results = compare(
@@ -151,6 +157,7 @@ def evaluate(
             out,
             config,
             reader=reader,
+            extractor=extractor,
             reranker=None if reranker is None else CrossEncoder(reranker),
             on_progress=lambda done: progress.update(progress.task_ids[0], completed=done),
         )

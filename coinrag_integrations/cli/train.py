@@ -148,6 +148,59 @@ def links(
     _train(output, data, output_folder, model, embedder, config, minutes, adapter)
 
 
+@app.command()
+def c2kv(
+    data: Data,
+    output_folder: Folder,
+    model: DemoModel = "demo",
+    embedder: EmbedderName = "minilm",
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="The folder of the reader of slots; '' for none. The demo has one."),
+    ] = None,
+    ratios: Annotated[
+        str, typer.Option(help="Tokens that a slot stands for; several with commas: 4,8.")
+    ] = "4",
+    kl: Annotated[
+        float, typer.Option(min=0, help="Weight of what the reader says behind whole chunks.")
+    ] = 1.0,
+    init: Annotated[
+        str,
+        typer.Option(help="Slots begin as the 'last' token of their block, its 'mean', or 'eos'."),
+    ] = "last",
+    n_examples: Annotated[int, typer.Option("--examples", min=1)] = 3200,
+    minutes: Minutes = None,
+    rank: Annotated[int, typer.Option(min=1)] = 32,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 4e-4,
+    at_once: AtOnce = 4,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """Train C2KV's extractor: slots for chunks, for a model and a reader that stay as they are."""
+    from coinrag_integrations.errors import ConfigError
+    from coinrag_integrations.settings import DEMO
+    from coinrag_integrations.training import ReaderConfig
+
+    try:
+        wanted = tuple(int(ratio) for ratio in ratios.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--ratios {ratios!r}: give whole numbers, as 4 or 4,8") from error
+    config = replace(
+        ReaderConfig.slot_recipe(wanted, n_examples),
+        kl=kl,
+        init=init,  # type: ignore[arg-type]  # it checks the name
+        rank=rank,
+        alpha=2 * rank,
+        learning_rate=learning_rate,
+        at_once=at_once,
+        seed=seed,
+    )
+    if adapter is None and model == DEMO:
+        adapter = DEMO
+    output = Output(as_json=json)
+    _train(output, data, output_folder, model, embedder, config, minutes, adapter)
+
+
 def _train(
     output: Output,
     data: list[Path],

@@ -1,4 +1,4 @@
-"""The third part of `hf`: passes that gradients flow through. Only training needs it."""
+"""The third part of `hf`: passes that gradients flow through. For training, and C2KV's slots."""
 
 from __future__ import annotations
 
@@ -65,9 +65,12 @@ def logits_behind(
 class _KeptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """One layer while chunks are encoded: keeps each key before RoPE, and each value, in the graph."""
 
-    def __init__(self, tap: list[torch.Tensor], turns: bool) -> None:
+    def __init__(
+        self, tap: list[torch.Tensor], turns: bool, behind: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.tap, self.turns, self.is_initialized = tap, turns, True
+        self.tap, self.turns, self.behind = tap, turns, behind  # behind [2, B, H, N, D]
+        self.is_initialized = True
         self.entries: torch.Tensor | None = None  # [B, T, 2, H, D]
 
     def update(
@@ -81,10 +84,13 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         keys = key_states if before is None else before
         pair = (keys.to(value_states.dtype), value_states)
         self.entries = torch.stack(pair, dim=2).permute(0, 3, 2, 1, 4)
-        return key_states, value_states
+        if self.behind is None:
+            return key_states, value_states
+        theirs = self.behind.unbind(0)  # [B, H, N, D] each
+        return torch.cat((theirs[0], key_states), -2), torch.cat((theirs[1], value_states), -2)
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        return 0
+        return 0 if self.behind is None else int(self.behind.shape[-2])
 
 
 def entries_of(model: PreTrainedModel, ids: torch.Tensor, turns: Sequence[bool]) -> torch.Tensor:
@@ -99,6 +105,40 @@ def entries_of(model: PreTrainedModel, ids: torch.Tensor, turns: Sequence[bool])
         layers = [_KeptLayer(tap, it) for it in turns]
         body = model.base_model
         body(ids, use_cache=True, **{cache_argument(body): Cache(layers=layers)})
+    return _kept(layers)
+
+
+def entries_behind(
+    model: PreTrainedModel,
+    inputs: torch.Tensor,
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    visible: Mapping[int | None, torch.Tensor],
+    turns: Sequence[bool],
+) -> torch.Tensor:
+    """Entries of input embeddings [B, m, hidden] behind placed rows kv [L, 2, B, H, N, D], in the graph.
+
+    -> [B, m, L, 2, H, D], keys before RoPE. `positions` [B, m] are those of the inputs, `visible` as for
+    `hf.last_logits`, over the N rows and then the m inputs; `turns` [L] are the layers that rotate.
+
+    Raises:
+        UnsupportedModelError: the model's attention takes no mask, or does not rotate one key per cache
+            update.
+    """
+    body = model.base_model
+    with tap_keys(model) as tap:
+        layers = [_KeptLayer(tap, *it) for it in zip(turns, kv.unbind(0), strict=True)]
+        body(
+            inputs_embeds=inputs,
+            attention_mask=attention_mask(model, visible),
+            position_ids=positions,
+            use_cache=True,
+            **{cache_argument(body): Cache(layers=layers)},
+        )
+    return _kept(layers)
+
+
+def _kept(layers: Sequence[_KeptLayer]) -> torch.Tensor:
     kept = [layer.entries for layer in layers if layer.entries is not None]
     if len(kept) != len(layers):
         raise UnsupportedModelError("some layers keep no keys and values")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.c2kv import Extractor
 from coinrag_integrations.engine.chunking import CHUNK_TOKENS, chunk_document
 from coinrag_integrations.engine.fingerprint import canonical_digest
 from coinrag_integrations.engine.kernels import Implementation
@@ -90,6 +91,7 @@ def compare(
     config: CompareConfig | None = None,
     *,
     reader: LoadedModel | None = None,
+    extractor: Extractor | None = None,
     proposer: NuggetProposer | None = None,
     reranker: Reranker | None = None,
     on_progress: Callable[[int], None] | None = None,
@@ -99,9 +101,11 @@ def compare(
     Each measurement is appended to `results.jsonl` in `folder`; those that are there already, with
     the same settings and on the same machine, are taken from it. `on_progress` is told how many there are.
     What each search found goes to `evidence.jsonl`, also for what was measured before.
-    `model` encodes what is cached, `reader` (the same, or with an adapter) computes all else.
+    `model` encodes what is cached, `reader` (the same, or with an adapter) computes all else. `extractor`
+    makes C2KV's slots (None: untrained).
 
     Raises:
+        ModelError: the extractor belongs to another model.
         ConfigError: no data, no examples, no methods, one twice, one that is not known, or one that
             reranks without a reranker; ROUGE-L is needed and `rouge` is not installed.
         BudgetError: an example does not fit the model's window.
@@ -117,11 +121,13 @@ def compare(
         raise ConfigError("no questions to measure: every data set needs at least one")
     if any(config.scoring(name).metric == "rouge-l" for name in data):
         check_rouge()
-    kitchen = Kitchen(model, config.prompt, reader=reader, kernels=config.kernels)
+    kitchen = Kitchen(
+        model, config.prompt, reader=reader, extractor=extractor, kernels=config.kernels
+    )
     searcher = _Searcher(
         kitchen=kitchen, embedder=embedder, proposer=proposer, reranker=reranker, config=config
     )
-    settings = searcher.settings()
+    settings = searcher.settings(extractor)
     digests = {name: _digests(examples) for name, examples in data.items()}
     turns = random.Random(config.seed)
     done, is_warm = 0, False
@@ -196,13 +202,16 @@ class _Searcher:
             reranker=self.reranker,
         )
 
-    def settings(self) -> str:
+    def settings(self, extractor: Extractor | None) -> str:
         """A digest of everything that an answer or its time depends on, but question and method."""
         model, reader = self.kitchen.model, self.kitchen.reader
         asked = asdict(self.config)
         del asked["seed"]  # it only changes who comes first
+        # Without one, it is what it was before there were any.
+        more = {} if extractor is None else {"extractor": extractor.digest}
         return canonical_digest(
             {
+                **more,
                 "format": _FORMAT,
                 "weights": model.weights,
                 "reader": [reader.weights, reader.adapter],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, kl_div, pad
 from transformers import PreTrainedModel
 
 from coinrag_integrations.engine import LoadedModel
@@ -23,25 +23,48 @@ def losses(
     kvs: Sequence[torch.Tensor],
     windows: Sequence[int | None],
 ) -> torch.Tensor:
-    """Mean nats a token of each sample's answer, in one pass behind their entries `kvs`: fp32 [B].
+    """Mean nats a token of each sample's answer, in one pass behind their entries `kvs`: fp32 [B]."""
+    return nats(*answer_logits(model, samples, kvs, windows))
 
-    Entries are padded behind, ids before, so that answers end together.
+
+def nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each line's targets: see `answer_logits`; fp32 [B]."""
+    each = cross_entropy(logits.mT, targets, ignore_index=_NOTHING, reduction="none")
+    return each.sum(1) / (targets != _NOTHING).sum(1)
+
+
+def divergences(logits: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean nats a token from what a teacher [B, n, V] says at the answers' tokens to logits: fp32 [B]."""
+    each = kl_div(
+        logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
+    ).sum(-1)
+    there = targets != _NOTHING
+    return (each * there).sum(1) / there.sum(1)
+
+
+def answer_logits(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    kvs: Sequence[torch.Tensor],
+    windows: Sequence[int | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits fp32 [B, n, V] from which each token of the answers would be chosen, and these tokens [B, n].
+
+    One pass behind the samples' entries `kvs`. Entries are padded behind, ids before, so that answers
+    end together; before a shorter answer there are logits that count nowhere.
     """
     device, ends = kvs[0].device, max(sample.n_answer for sample in samples)
     targets = _padded([sample.ids[-sample.n_answer :] for sample in samples], _NOTHING).to(device)
     ids = _padded([sample.ids[:-1] for sample in samples], 0).to(device)
     if len(samples) == 1 and samples[0].is_plain:  # the model's own mask is right, and faster
-        logits = logits_behind(model, ids, kvs[0], ends)
-    else:
-        n_rows = max(kv.shape[4] for kv in kvs)
-        kv = torch.cat([pad(it, (0, 0, 0, n_rows - it.shape[4])) for it in kvs], dim=2)
-        rows = _padded([sample.rows for sample in samples], HIDDEN, behind=True).to(device)
-        at = _padded([sample.at[:-1] for sample in samples], HIDDEN).to(device)
-        seen = visible(torch.cat((rows, at), dim=1), at, windows)
-        positions = at.masked_fill(at == HIDDEN, 0)
-        logits = logits_behind(model, ids, kv, ends, positions, seen)
-    each = cross_entropy(logits.mT, targets, ignore_index=_NOTHING, reduction="none")
-    return each.sum(1) / (targets != _NOTHING).sum(1)
+        return logits_behind(model, ids, kvs[0], ends), targets
+    n_rows = max(kv.shape[4] for kv in kvs)
+    kv = torch.cat([pad(it, (0, 0, 0, n_rows - it.shape[4])) for it in kvs], dim=2)
+    rows = _padded([sample.rows for sample in samples], HIDDEN, behind=True).to(device)
+    at = _padded([sample.at[:-1] for sample in samples], HIDDEN).to(device)
+    seen = visible(torch.cat((rows, at), dim=1), at, windows)
+    positions = at.masked_fill(at == HIDDEN, 0)
+    return logits_behind(model, ids, kv, ends, positions, seen), targets
 
 
 def composed(model: LoadedModel, source: Source) -> torch.Tensor:

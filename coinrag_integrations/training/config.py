@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from coinrag_integrations.engine.c2kv.extractor import Init
 from coinrag_integrations.engine.prompt import PromptTemplate
 from coinrag_integrations.errors import ConfigError
 
 Context = Literal["spans", "chunks", "text"]
-Kind = Literal["lora", "full", "links"]
+Kind = Literal["lora", "full", "links", "c2kv"]
 _LISTED: dict[str, tuple[str, ...]] = {
-    "kind": ("lora", "full", "links"),
+    "kind": ("lora", "full", "links", "c2kv"),
     "context": ("spans", "chunks", "text"),
+    "init": ("last", "eos", "mean"),
 }
 
 
@@ -23,7 +25,10 @@ class ReaderConfig:
     `kind` says what is trained. "lora": an adapter of the base model, which encodes and stays as it is.
     "full": all weights, those that encode too, so that chunks are encoded anew in every step;
     `through_cache` lets gradients flow through what was encoded. "links": the embeddings of `n_links`
-    tokens behind each chunk, and nothing else.
+    tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
+    model and a reader that stay as they are: slots begin as `init` says; a sample has a random number of
+    chunks, and one of `ratios`. Beside the answer's likelihood it is taught, with weight `kl`, what the
+    reader says behind the same chunks uncompressed.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
     "spans", through what is trained: the twin to compare with. `n_passages` of an example's are
@@ -47,6 +52,9 @@ class ReaderConfig:
     alpha: int = 32
     n_links: int = 5
     through_cache: bool = False
+    init: Init = "last"
+    ratios: tuple[int, ...] = (4,)
+    kl: float = 1.0
     learning_rate: float = 4e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -89,6 +97,19 @@ class ReaderConfig:
             n_examples=n_examples,
         )
 
+    @classmethod
+    def slot_recipe(cls, ratios: tuple[int, ...] = (4,), n_examples: int = 3200) -> Self:
+        """C2KV's extractor as low-rank changes, with the full-context teacher; any order of chunks."""
+        return cls(
+            kind="c2kv",
+            context="chunks",
+            shuffle=1.0,
+            ratios=ratios,
+            rank=32,
+            alpha=64,
+            n_examples=n_examples,
+        )
+
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
         for name, values in _LISTED.items():
@@ -97,6 +118,12 @@ class ReaderConfig:
                 raise ConfigError(f"{name} is {given!r}: use one of {', '.join(values)}")
         if self.kind == "links" and self.context != "chunks":
             raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
+        if self.kind == "c2kv" and (self.context != "chunks" or not self.ratios):
+            raise ConfigError("slots stand for whole chunks: use context='chunks', and some ratios")
+        if any(ratio < 1 for ratio in self.ratios) or self.kl < 0:
+            raise ConfigError(
+                f"ratios {self.ratios} must be at least 1, and kl={self.kl} at least 0"
+            )
         if self.through_cache and (self.kind != "full" or self.context == "text"):
             raise ConfigError("through_cache needs kind='full', and a context that is composed")
         names = ["n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "n_links"]

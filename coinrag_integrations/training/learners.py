@@ -1,4 +1,4 @@
-"""What is trained: LoRA weights, all weights, or link embeddings. Knows no optimiser and no examples."""
+"""What is trained: LoRA weights, all weights, link embeddings. Knows no optimiser and no examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from coinrag_integrations.errors import ModelError
 from coinrag_integrations.files import write_text
 from coinrag_integrations.training.batches import composed, losses
 from coinrag_integrations.training.config import ReaderConfig
-from coinrag_integrations.training.samples import Sample, Source
+from coinrag_integrations.training.samples import Sample, Slots, Source
+from coinrag_integrations.training.slots import SlotLearner
 
 RECORD_FILE = "coinrag_training.json"
 
@@ -38,17 +39,23 @@ class Learner(Protocol):
         """Mean nats a token of each sample's answer: fp32 [B]."""
         ...
 
+    def objective(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """What is made small: the losses, and what else is to be learnt: fp32 [B]."""
+        ...
+
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """Write the weights as they are served, with `noted` beside them."""
         ...
 
 
 def make_learner(model: LoadedModel, config: ReaderConfig, reader: LoadedModel | None) -> Learner:
-    """What a config trains of a base model; `reader` (the model with an adapter) for links only.
+    """What a config trains of a base model; `reader` (the model with an adapter) for links and slots.
 
     Raises:
         ModelError: peft is needed and not installed, or the model has no linear layers that it knows.
     """
+    if config.kind == "c2kv":
+        return SlotLearner(model, config, reader or model)
     if config.kind == "links":
         return _Links(model, config, reader or model)
     return _Full(model, config) if config.kind == "full" else _Lora(model, config)
@@ -79,6 +86,8 @@ class _Lora:
     def losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """See `Learner.losses`."""
         return losses(self.peft, samples, _kvs(samples), self.reader.layer_windows)
+
+    objective = losses
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The adapter as peft writes it, in the model's dtype, and what it belongs to."""
@@ -112,6 +121,8 @@ class _Full:
             kvs = [self._kv(sample.kv) for sample in samples]
             return losses(self.reader.hf, samples, kvs, self.base.layer_windows)
 
+    objective = losses
+
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The model as transformers writes it, in its own dtype, with its tokenizer."""
         model = copy.deepcopy(self.base.hf)
@@ -121,9 +132,11 @@ class _Full:
         owner = {"base": self.base.weights, "dtype": str(self.base.layout.dtype)}
         write_text(folder / RECORD_FILE, json.dumps({**owner, **noted}, indent=1) + "\n")
 
-    def _kv(self, kv: torch.Tensor | Source) -> torch.Tensor:
-        if not isinstance(kv, Source):
+    def _kv(self, kv: torch.Tensor | Source | Slots) -> torch.Tensor:
+        if isinstance(kv, torch.Tensor):
             return kv
+        if isinstance(kv, Slots):
+            raise TypeError("slots are made by their own learner")
         with nullcontext() if self.through_cache else torch.no_grad():
             return composed(self.reader, kv)
 
@@ -142,6 +155,8 @@ class _Links:
     def losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """See `Learner.losses`."""
         return losses(self.reader.hf, samples, _kvs(samples), self.windows)
+
+    objective = losses
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The embeddings, and what they belong to."""

@@ -65,7 +65,7 @@ def train_reader(
     A slice of the examples is held out. Interrupted, it goes on from the last check when called again
     with the same folder and config. `max_seconds` ends it early, its learning rate planned for that.
     `data` says where the examples came from, for the model card; `reader` is the model with an adapter
-    merged in, for link tokens that are to stand beside one.
+    merged in, for link tokens that are to stand beside one and slots that it is to read.
 
     Raises:
         ConfigError: too few examples, or the folder was begun with another config.
@@ -190,7 +190,7 @@ class _Run:
 
     def _backward(self, samples: Sequence[Sample]) -> float:
         """Add the gradients of one pass; the sum of its losses."""
-        loss = self.learner.losses(samples).sum()
+        loss = self.learner.objective(samples).sum()
         (loss / self.config.batch).backward()  # type: ignore[no-untyped-call]
         self.report.n_examples += len(samples)
         return float(loss.detach())

@@ -9,6 +9,7 @@ from random import Random
 import torch
 
 from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.c2kv import Blocks
 from coinrag_integrations.engine.chunking import CHUNK_TOKENS, chunk_document
 from coinrag_integrations.engine.plan import arrange
 from coinrag_integrations.engine.prefix import empty_kv
@@ -16,6 +17,7 @@ from coinrag_integrations.errors import BudgetError
 from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.evaluation.likelihood import answer_ids
 from coinrag_integrations.evaluation.rivals import Composed, Kitchen, Task, make_task
+from coinrag_integrations.evaluation.rivals.kitchen import Cached, plan_pieces
 from coinrag_integrations.evaluation.rivals.links import kvlink
 from coinrag_integrations.evaluation.rivals.spans import spans
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer, extract_nuggets
@@ -40,6 +42,21 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Chunks whose slots are made by what is trained, behind the prompt's head.
+
+    `head` [P, L, 2, H, D] and of each of `chunks` its `entries` [T, L, 2, H, D] are the base model's.
+    There is a slot for every `ratio` tokens. Rows, first the head's, are turned to positions `turns`.
+    """
+
+    head: torch.Tensor
+    chunks: tuple[tuple[int, ...], ...]
+    entries: tuple[torch.Tensor, ...]
+    ratio: int
+    turns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """kv [L, 2, 1, H, N, D]: composed, of the base model (or its source); `ids` are computed behind it.
 
@@ -47,7 +64,7 @@ class Sample:
     the answer, with the token that ends it.
     """
 
-    kv: torch.Tensor | Source
+    kv: torch.Tensor | Source | Slots
     ids: tuple[int, ...]
     n_answer: int
     rows: tuple[int, ...]
@@ -100,10 +117,14 @@ class Sampler:
             BudgetError: the example does not fit the model's window, or `max_tokens`.
             ConfigError: its answer is empty.
         """
-        task = self.retrieve(example)
+        task, in_slots = self.retrieve(example), self.config.kind == "c2kv"
+        if in_slots:  # any number of the nearest
+            task = replace(task, chunks=task.chunks[: random.randint(1, self.config.n_chunks)])
         if random.random() < self.config.shuffle:
             task = _shuffled(task, random)
         answer = (*answer_ids(self.kitchen.prompt, example.answers[0]), self._end)
+        if in_slots:
+            return self._slots(task, answer, random.choice(self.config.ratios))
         return self._fitting(self._sample(task, answer))
 
     def retrieve(self, example: Example) -> Task:
@@ -150,10 +171,38 @@ class Sampler:
             at=(*plan.online_positions().tolist(), *behind),
         )
 
-    def _fitting(self, sample: Sample) -> Sample:
+    def _slots(self, task: Task, answer: Sequence[int], ratio: int) -> Sample:
+        """Laid out as it is served; the slots themselves are made where they are learnt."""
+        kitchen, blocks = self.kitchen, Blocks(ratio=ratio)
+        entries = tuple(kitchen.entries(chunk) for chunk in task.chunks)
+        kitchen.forget()
+        pieces = []
+        for chunk, own in zip(task.chunks, entries, strict=True):
+            at = blocks.positions(len(chunk))
+            pieces.append(Cached.fewer(chunk, own[at], at))
+        plan, turns = plan_pieces(task.head, pieces, "packed")
+        ids = (*task.tail, *answer)
+        sample = Sample(
+            kv=Slots(
+                head=kitchen.head,
+                chunks=tuple(chunk.token_ids for chunk in task.chunks),
+                entries=entries,
+                ratio=ratio,
+                turns=tuple(turns.tolist()),
+            ),
+            ids=ids,
+            n_answer=len(answer),
+            rows=tuple(plan.positions().tolist()),
+            at=tuple(range(plan.n_rows, plan.n_rows + len(ids))),
+        )
+        return self._fitting(sample, plan.length + len(ids))
+
+    def _fitting(self, sample: Sample, n_tokens: int | None = None) -> Sample:
+        """The sample, if the tokens that it stands for (None: its own) fit."""
+        n_tokens = len(sample) if n_tokens is None else n_tokens
         most = min(self.kitchen.model.window, self.config.max_tokens or self.kitchen.model.window)
-        if len(sample) > most:
-            raise BudgetError(f"{len(sample)} tokens of an example exceed {most}: raise max_tokens")
+        if n_tokens > most:
+            raise BudgetError(f"{n_tokens} tokens of an example exceed {most}: raise max_tokens")
         return sample
 
     @property

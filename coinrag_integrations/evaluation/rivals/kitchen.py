@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.c2kv import Extractor, SlotEncoder
 from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.engine.kernels import Implementation, choose_kernels
 from coinrag_integrations.engine.links import link_ids
@@ -70,7 +71,8 @@ class Kitchen:
 
     `model` encodes what is cached; `reader` computes all else: the same, or the model with a reader
     adapter merged in. `links` are the ids of trained link tokens, where the reader has some (see
-    `engine.links`).
+    `engine.links`). `head` are the prompt's entries [P, L, 2, H, D]; `slots` makes C2KV's slots with an
+    extractor (None: untrained).
     """
 
     def __init__(
@@ -79,14 +81,22 @@ class Kitchen:
         template: PromptTemplate | None = None,
         *,
         reader: LoadedModel | None = None,
+        extractor: Extractor | None = None,
         kernels: Implementation = "auto",
     ) -> None:
-        """Encode the prompt's head."""
+        """Encode the prompt's head.
+
+        Raises:
+            ModelError: the extractor belongs to another model.
+        """
         self.model, self.reader = model, reader or model
         self.links = link_ids(self.reader)
+        self._extractor = extractor
+        if extractor is not None:
+            extractor.check(model)
         self.prompt = build_prompt(model.tokenizer, template or PromptTemplate())
         self.kernels = choose_kernels(kernels, model.device)
-        self._head = encode(model, [self.prompt.head])[0].contiguous()  # [P, L, 2, H, D]
+        self.head = encode(model, [self.prompt.head])[0].contiguous()  # [P, L, 2, H, D]
         self._offline: dict[Hashable, torch.Tensor] = {}
 
     def offline(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -113,6 +123,11 @@ class Kitchen:
         return encode(self.model, [ids], behind)[0].contiguous()
 
     @cached_property
+    def slots(self) -> SlotEncoder:
+        """What makes slots of chunks."""
+        return SlotEncoder.of(self.model, self._extractor)
+
+    @cached_property
     def bos(self) -> int:
         """The token that opens a text; where the tokenizer has none, the prompt's first."""
         bos = self.model.tokenizer.hf.bos_token_id
@@ -131,13 +146,15 @@ class Kitchen:
         Without `cached_head` the head is computed online too, and nothing may be cached.
         """
         head = task.head if cached_head else ()
-        plan, turns = _plan(head, pieces if cached_head else [Text(task.head), *pieces], order)
+        plan, turns = plan_pieces(
+            head, pieces if cached_head else [Text(task.head), *pieces], order
+        )
         cached = [piece for piece in pieces if isinstance(piece, Cached)]
         room = plan.n_online + len(task.tail) + MAX_NEW_TOKENS
         device = self.model.device
         kv = empty_kv(self.model.layout, plan.n_entries + room, device)
         if plan.n_entries:
-            staged = torch.cat([self._head, *(piece.entries for piece in cached)])
+            staged = torch.cat([self.head, *(piece.entries for piece in cached)])
             rotation = self.model.rope.rotation(turns, device)
             self.kernels.place(staged, rotation, kv, torch.arange(plan.n_entries, device=device))
         n_head = len(task.head)
@@ -151,14 +168,14 @@ class Kitchen:
     @cached_property
     def _placed_head(self) -> torch.Tensor:
         """What chunks see in context "prompt": [L, 2, 1, H, P, D]."""
-        n, device = len(self._head), self.model.device
+        n, device = len(self.head), self.model.device
         placed = empty_kv(self.model.layout, n, device)
         rotation = self.model.rope.rotation(range(n), device)
-        self.kernels.place(self._head, rotation, placed, torch.arange(n, device=device))
+        self.kernels.place(self.head, rotation, placed, torch.arange(n, device=device))
         return placed
 
 
-def _plan(
+def plan_pieces(
     head: tuple[int, ...], pieces: Sequence[Cached | Text], order: Order
 ) -> tuple[PrefixPlan, NDArray[np.int64]]:
     """The plan of pieces behind a head, and the position to turn each cached key to: [n_entries]."""

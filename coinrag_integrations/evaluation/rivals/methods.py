@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.rivals.ape import ape
+from coinrag_integrations.evaluation.rivals.c2kv import c2kv, hybrid
 from coinrag_integrations.evaluation.rivals.independent import (
     chunk,
     chunk_after_prompt,
@@ -74,6 +75,8 @@ _NUMBERS: Mapping[str, _Number] = {
     "evict": _ENTRIES,
     "strided": _ENTRIES,
     "meanpool": _ENTRIES,
+    "c2kv": _ENTRIES,
+    "hybrid": _ENTRIES,
 }
 
 METHODS: Mapping[str, Compose] = {
@@ -93,6 +96,8 @@ METHODS: Mapping[str, Compose] = {
     "evict": evict,
     "strided": strided,
     "meanpool": meanpool,
+    "c2kv": c2kv,
+    "hybrid": hybrid,
     "spans": spans,
 }
 

@@ -95,6 +95,7 @@ def test_entries_and_bytes_are_counted(kitchen, task):
     n_chunks, n_spans = sum(sizes), sum(map(len, task.spans))
     blocks = sum(-(-size // 4) for size in sizes)
     row = kitchen.model.layout.bytes_per_entry
+    mixed = sizes[0] + sum(-(-size // 4) for size in sizes[1:])
     repaired = n_chunks - sum(min(16, size) for size in sizes)
     expected = {
         "none": (0, 0),
@@ -108,6 +109,8 @@ def test_entries_and_bytes_are_counted(kitchen, task):
         "evict": (blocks, blocks),
         "strided": (blocks, blocks),
         "meanpool": (blocks, blocks),
+        "c2kv": (blocks, blocks),
+        "hybrid": (mixed, mixed),
     }
     for name in METHODS:
         composed = compose(kitchen, name, task)

@@ -1,0 +1,128 @@
+"""C2KV's extractor as what is trained: slots in the graph, a frozen reader, a full-context teacher."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.c2kv import Blocks, Extractor
+from coinrag_integrations.engine.c2kv.extraction import placed, slot_entries, slot_inputs
+from coinrag_integrations.engine.c2kv.extractor import (
+    base_of,
+    first_embedding,
+    projections,
+    save_extractor,
+)
+from coinrag_integrations.training.batches import answer_logits, divergences, losses, nats
+from coinrag_integrations.training.config import ReaderConfig
+from coinrag_integrations.training.samples import Sample, Slots
+
+
+class _Changed(nn.Module):
+    """A linear layer and a low-rank change beside it: x [..., in] -> [..., out]; B begins as zero."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        n_out, n_in = linear.weight.shape
+        device = linear.weight.device
+        self.linear, self.scale = linear, scale
+        self.a = nn.Parameter(torch.empty((rank, n_in)))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as peft begins
+        self.a.data = self.a.data.to(device)
+        self.b = nn.Parameter(torch.zeros((n_out, rank), device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layer gives, and the change."""
+        change = self.scale * (x.float() @ self.a.T @ self.b.T)
+        return self.linear(x) + change.to(x.dtype)  # type: ignore[no-any-return]
+
+
+class SlotLearner:
+    """Low-rank changes of queries, keys and values, and the shared vector; fp32. All else is frozen.
+
+    `reader` reads the slots, and is the teacher behind the same chunks whole.
+    """
+
+    def __init__(self, model: LoadedModel, config: ReaderConfig, reader: LoadedModel) -> None:
+        """Begin untrained."""
+        self.base, self.reader, self.config = model, reader, config
+        for weight in (*model.hf.parameters(), *reader.hf.parameters()):
+            weight.requires_grad_(False)
+        shared = {id(it): it for it in (*model.hf.parameters(), *model.hf.buffers())}
+        self.projecting = copy.deepcopy(model.hf, shared)
+        self.changes: dict[str, _Changed] = {}
+        for name, linear in projections(replace(model, hf=self.projecting)).items():
+            parent, _, child = name.rpartition(".")
+            change = _Changed(linear, config.rank, config.alpha / config.rank)
+            setattr(self.projecting.get_submodule(parent), child, change)
+            self.changes[name] = change
+        self.shared = nn.Parameter(first_embedding(model, config.init))
+        pairs = (weight for it in self.changes.values() for weight in (it.a, it.b))
+        self.weights: list[nn.Parameter] = [self.shared, *pairs]
+
+    def losses(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """See `Learner.losses`."""
+        kvs = [self.composed(slots) for slots in _slots(samples)]
+        return losses(self.reader.hf, samples, kvs, self.base.layer_windows)
+
+    def objective(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """The losses, and how far the reader is from what it says behind whole chunks."""
+        windows, kvs = self.base.layer_windows, [self.composed(it) for it in _slots(samples)]
+        logits, targets = answer_logits(self.reader.hf, samples, kvs, windows)
+        loss = nats(logits, targets)
+        if self.config.kl == 0:
+            return loss
+        with torch.no_grad():
+            wholes = [self.whole(slots) for slots in _slots(samples)]
+            unpacked = [_behind(s, kv.shape[4]) for s, kv in zip(samples, wholes, strict=True)]
+            teacher, _ = answer_logits(self.reader.hf, unpacked, wholes, windows)
+        return loss + self.config.kl * divergences(logits, teacher, targets)
+
+    def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
+        """The extractor in the model's dtype, and what it belongs to."""
+        dtype = self.base.layout.dtype
+        extractor = Extractor(
+            base=base_of(self.base),
+            init=self.config.init,
+            shared=self.shared,
+            scale=self.config.alpha / self.config.rank,
+            pairs={name: (it.a.to(dtype), it.b.to(dtype)) for name, it in self.changes.items()},
+            ratios=self.config.ratios,
+            overlap=0,
+            digest="",
+        )
+        save_extractor(folder, extractor, {"adapter": self.reader.adapter, **noted})
+
+    def composed(self, slots: Slots) -> torch.Tensor:
+        """Head and slots as they are served, in the graph: [L, 2, 1, H, N, D]."""
+        blocks = Blocks(ratio=slots.ratio)
+        inputs = [
+            slot_inputs(self.base, self.config.init, self.shared, ids, blocks)
+            for ids in slots.chunks
+        ]
+        made = slot_entries(self.base, self.projecting, inputs, slots.entries, blocks)
+        return placed(self.base, torch.cat((slots.head, *made))[None], np.array([slots.turns]))
+
+    def whole(self, slots: Slots) -> torch.Tensor:
+        """Head and whole chunks: [L, 2, 1, H, N, D]."""
+        entries = torch.cat((slots.head, *slots.entries))
+        return placed(self.base, entries[None], np.arange(len(entries))[None])
+
+
+def _slots(samples: Sequence[Sample]) -> list[Slots]:
+    return [sample.kv for sample in samples if isinstance(sample.kv, Slots)]
+
+
+def _behind(sample: Sample, n_rows: int) -> Sample:
+    """The sample right behind so many entries."""
+    rows, at = range(n_rows), range(n_rows, n_rows + len(sample.ids))
+    return replace(sample, rows=tuple(rows), at=tuple(at))

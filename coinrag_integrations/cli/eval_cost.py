@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from coinrag_integrations.cli.options import Chunks, DemoModel, Json, Nuggets
+from coinrag_integrations.cli.options import (
+    Chunks,
+    DataFolder,
+    DemoAdapter,
+    DemoModel,
+    Dtype,
+    EmbedderName,
+    Json,
+    Nuggets,
+    Seed,
+)
 from coinrag_integrations.cli.output import Output
 
 if TYPE_CHECKING:
@@ -27,10 +37,7 @@ def cost(
         str,
         typer.Option("--data", help="A data set: a name in the data folder, or a .jsonl file."),
     ] = "demo",
-    data_folder: Annotated[
-        Path | None,
-        typer.Option("--data-folder", envvar="COINRAG_DATA", help="Where named data sets lie."),
-    ] = None,
+    data_folder: DataFolder = None,
     limit: Annotated[
         int | None,
         typer.Option("--limit", min=1, help="The store holds the passages of so many questions."),
@@ -53,16 +60,9 @@ def cost(
         typer.Option("--out", help="Folder of the results and the store, which is used again."),
     ] = Path("coinrag-cost"),
     model: DemoModel = "demo",
-    adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", help="A reader adapter's folder; '' for none. The demo has one."),
-    ] = None,
-    embedder: Annotated[
-        str, typer.Option("--embedder", help="Which embedder retrieves.")
-    ] = "minilm",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")
-    ] = "auto",
+    adapter: DemoAdapter = None,
+    embedder: EmbedderName = "minilm",
+    dtype: Dtype = "auto",
     codec: Annotated[
         str, typer.Option("--codec", help="Keep KV as it is ('none'), as 'int8' or 'int4'.")
     ] = "none",
@@ -91,7 +91,7 @@ def cost(
     days: Annotated[
         float, typer.Option("--days", min=0, help="How long the store is kept, for its rent.")
     ] = 30.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")] = 0,
+    seed: Seed = 0,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw the curves.")] = True,
     json: Json = False,
 ) -> None:

@@ -12,13 +12,22 @@ from rich.table import Column, Table
 
 from coinrag_integrations.cli.eval_cost import cost
 from coinrag_integrations.cli.eval_errors import errors
-from coinrag_integrations.cli.options import Chunks, DemoModel, Json, Nuggets
+from coinrag_integrations.cli.options import (
+    Chunks,
+    DataFolder,
+    DemoAdapter,
+    DemoModel,
+    Dtype,
+    EmbedderName,
+    Json,
+    Nuggets,
+    Seed,
+)
 from coinrag_integrations.cli.output import Output
 
 if TYPE_CHECKING:
     from coinrag_integrations.evaluation.summary import MethodSummary
 
-_DATA_FOLDER = "COINRAG_DATA"
 REPORT, TABLE = "report.json", "report.md"
 
 app = typer.Typer(help="Compare methods on questions with known answers.")
@@ -45,14 +54,7 @@ def evaluate(
             "default: the demo's.",
         ),
     ] = None,
-    data_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-folder",
-            envvar=_DATA_FOLDER,
-            help="Where named data sets lie.",
-        ),
-    ] = None,
+    data_folder: DataFolder = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="So many questions of each data set.")
     ] = None,
@@ -60,10 +62,7 @@ def evaluate(
         Path, typer.Option("--out", help="Folder of the results; an interrupted run goes on there.")
     ] = Path("coinrag-eval"),
     model: DemoModel = "demo",
-    adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", help="A reader adapter's folder; '' for none. The demo has one."),
-    ] = None,
+    adapter: DemoAdapter = None,
     links: Annotated[
         Path | None,
         typer.Option("--links", help="Trained link tokens for kvlink: their folder."),
@@ -72,15 +71,11 @@ def evaluate(
         Path | None,
         typer.Option("--c2kv", help="A trained extractor for c2kv and hybrid: its folder."),
     ] = None,
-    embedder: Annotated[
-        str, typer.Option("--embedder", help="Which embedder retrieves.")
-    ] = "minilm",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")
-    ] = "auto",
+    embedder: EmbedderName = "minilm",
+    dtype: Dtype = "auto",
     n_chunks: Chunks = 5,
     n_nuggets: Nuggets = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")] = 0,
+    seed: Seed = 0,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw F1 against time and tokens.")
     ] = True,

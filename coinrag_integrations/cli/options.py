@@ -43,6 +43,18 @@ DemoStore = Annotated[
     ),
 ]
 DemoModel = Annotated[str, typer.Option("--model", help="Local folder, hub name, or 'demo'.")]
+# Of measurements (`coinrag eval` and `coinrag eval cost`).
+DataFolder = Annotated[
+    Path | None,
+    typer.Option("--data-folder", envvar="COINRAG_DATA", help="Where named data sets lie."),
+]
+DemoAdapter = Annotated[
+    str | None,
+    typer.Option("--adapter", help="A reader adapter's folder; '' for none. The demo has one."),
+]
+EmbedderName = Annotated[str, typer.Option("--embedder", help="Which embedder retrieves.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")]
 Chunks = Annotated[int, typer.Option("--n-chunks", min=1, help="Chunks found by stage one.")]
 Nuggets = Annotated[int, typer.Option("--n-nuggets", min=1, help="Nuggets found by stage two.")]
 

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from coinrag_integrations.cli.options import parse_bytes
+from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import ConfigError
 from tests.commands import Run
 from tests.tiny import save_tiny
@@ -298,3 +300,18 @@ def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path)
     assert report["n_encoded"] == report["chunks"] - len(kept)
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
     assert not list(store.glob("tenants/**/.*.tmp"))
+
+
+def test_texts_are_printed_as_they_are(capsys):
+    """Brackets and colons are no markup: extras of packages, footnotes, answers."""
+    texts = ("pip install 'x[eval]'", "see [1] and [bold]this[/bold] :smile: [/]")
+    output = Output(as_json=True)
+    for text in texts:
+        output.say(text)
+    table = Table("[red]head", title="[i]title")
+    table.add_row(texts[1])
+    output.say(table)
+    printed = capsys.readouterr().err
+    for text in (*texts, "[red]head", "[i]title"):
+        assert text in printed
+    assert printed.count(texts[1]) == 2

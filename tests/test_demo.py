@@ -180,6 +180,8 @@ def test_the_demo_and_the_benchmark_print_their_objects(
     assert set(demo["questions"][0]) >= {"question", "answer", "gold", "spans", "ttft_ms"}
     assert set(demo["questions"][0]["spans"][0]) >= {"chunk_id", "start", "stop", "text", "score"}
     assert 0 <= demo["f1"] <= 1
+    asked = _coinrag("ask", "--store", str(demo["store"]), QUESTIONS[0].question, "--json")
+    assert asked["answer"] == demo["questions"][0]["answer"], "the store that it names is one"
 
     bench = _coinrag("bench", "ttft", "--questions", "2", *store)
     assert set(bench["methods"]) == {"full", "chunk", "spans"}

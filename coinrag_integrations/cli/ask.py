@@ -55,23 +55,21 @@ def ask(
             generation=GenerationConfig(max_new_tokens=max_new_tokens, temperature=temperature),
         )
         for piece in stream:
-            output.console.print(piece, end="", markup=False)
+            output.say(piece, end="")
         output.say()
         reply = stream.reply
     timings, usage = reply.answer.timings, reply.answer.usage
     output.say(
-        f"[dim]{mode}: {usage.cached} cached and {usage.online} online tokens, "
+        f"{mode}: {usage.cached} cached and {usage.online} online tokens, "
         f"{megabytes(timings.bytes_read)} read; retrieve {timings.retrieve_ms:.0f} ms, first token "
         f"after {timings.ttft_ms:.0f} ms (load {timings.load_ms:.0f}, compose "
-        f"{timings.compose_ms:.0f}, prefill {timings.prefill_ms:.0f})[/dim]"
+        f"{timings.compose_ms:.0f}, prefill {timings.prefill_ms:.0f})",
+        style="dim",
     )
     if show_spans:
         for span in reply.spans:
-            output.console.print(
-                f"{span.score:.3f} {span.document_id}[{span.char_start}:{span.char_stop}] "
-                f"{span.text}",
-                markup=False,
-            )
+            place = f"{span.document_id}[{span.char_start}:{span.char_stop}]"
+            output.say(f"{span.score:.3f} {place} {span.text}")
     output.result(reply_object(question, reply) | {"mode": mode})
 
 

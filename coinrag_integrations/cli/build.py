@@ -67,8 +67,8 @@ def build(
 
     def note(error: DocumentError) -> None:
         failed.append(str(error))
-        output.console.print("[yellow]skipped:[/yellow]", end=" ")
-        output.console.print(str(error), markup=False)
+        output.say("skipped:", style="yellow", end=" ")
+        output.say(str(error))
 
     is_new = not (store / SETTINGS_FILE).exists()
     known = StoreSettings(model="demo") if is_new else StoreSettings.load(store)

@@ -57,7 +57,7 @@ def demo(
                     f"{row['full']['ttft_ms']:.0f} ms",
                 )
                 progress.advance(progress.task_ids[0])
-        folder = rag.engine.store.root.parent
+        folder = rag.engine.disk.root
         n_bytes = rag.engine.store.n_bytes()
     f1 = sum(row["f1"] for row in rows) / len(rows)
     correct = sum(row["correct"] for row in rows), sum(row["full"]["correct"] for row in rows)
@@ -70,7 +70,7 @@ def demo(
     )
     output.say(
         f"{correct[0]} of {len(rows)} answers from KV hold the gold answer, {correct[1]} with full "
-        f"prefill (a model of 135M parameters, not trained for this; word F1 {f1:.2f})."
+        f"prefill (word F1 from KV {f1:.2f})."
     )
     command = "coinrag" if shutil.which("coinrag") else sys.argv[0]
     output.say(

@@ -100,10 +100,10 @@ def _check_model(model: str, store: Path | None) -> dict[str, Any]:
 def _show(output: Output, value: dict[str, Any], indent: str = "") -> None:
     for key, item in value.items():
         if isinstance(item, dict):
-            output.say(f"{indent}[bold]{key}[/bold]")
+            output.say(f"{indent}{key}", style="bold")
             _show(output, item, indent + "  ")
         else:
-            output.console.print(f"{indent}{key}: {item}", markup=False)
+            output.say(f"{indent}{key}: {item}")
 
 
 def _version(name: str) -> str | None:

@@ -60,9 +60,9 @@ def inspect(
         kv[name] = {"files": len(sizes), "bytes": sum(sizes), "fingerprint": fingerprint.to_dict()}
         output.say(f"fingerprint {name}: {len(sizes)} KV files of {megabytes(sum(sizes))}")
         for key, value in fingerprint.to_dict().items():
-            output.console.print(f"  {key}: {value}", markup=False)
+            output.say(f"  {key}: {value}")
     for name in documents:
-        output.console.print(f"  {name}{' (pinned)' if name in pins else ''}", markup=False)
+        output.say(f"  {name}{' (pinned)' if name in pins else ''}")
     output.result(
         {
             "settings": asdict(settings),
@@ -82,10 +82,8 @@ def _show_document(output: Output, chunks: list[Chunk]) -> None:
         text = Text(chunk.text)
         for i, nugget in enumerate(chunk.nuggets):
             text.stylize("cyan" if i % 2 else "green", nugget.char_start, nugget.char_stop)
-        output.say(
-            f"[bold]chunk {chunk.index}[/bold] {chunk.chunk_id}: {len(chunk)} tokens, "
-            f"{len(chunk.nuggets)} nuggets"
-        )
+        output.say(f"chunk {chunk.index}", style="bold", end=" ")
+        output.say(f"{chunk.chunk_id}: {len(chunk)} tokens, {len(chunk.nuggets)} nuggets")
         output.say(text)
     output.result({"document": chunks[0].document_id, "chunks": [_chunk(c) for c in chunks]})
 

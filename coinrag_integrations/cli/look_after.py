@@ -55,7 +55,7 @@ def verify(
             f"{report.scope}: {report.n_documents} documents, {report.n_chunks} chunks; KV {kv}"
         )
         for problem in problems[str(report.scope)]:
-            output.console.print(f"  [yellow]{problem}[/yellow]")
+            output.say(f"  {problem}", style="yellow")
     is_sound = not any(problems.values())
     output.say("everything is in order" if is_sound else "run again with --repair to mend it")
     output.result(

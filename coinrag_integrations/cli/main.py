@@ -71,8 +71,8 @@ def main() -> None:
     try:
         app()
     except CoinRAGError as error:
-        output.console.print("[red]error:[/red]", end=" ")
-        output.console.print(str(error), markup=False)
+        output.say("error:", style="red", end=" ")
+        output.say(str(error))
         output.result({"error": {"type": type(error).__name__, "message": str(error)}})
         sys.exit(1)
     except SystemExit as stop:

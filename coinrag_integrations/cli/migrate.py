@@ -152,9 +152,7 @@ def migrate(
         f"{config.chunk_tokens} tokens, {megabytes(n_bytes)}"
     )
     output.say("In the application:")
-    output.console.print(
-        _NEXT[info.framework].format(name=info.name, store=str(store)), markup=False
-    )
+    output.say(_NEXT[info.framework].format(name=info.name, store=str(store)))
     output.result({**_as_dict(report), "store": str(store), "bytes": n_bytes, **totals})
 
 
@@ -231,9 +229,9 @@ def _say_notes(output: Output, notes: Notes, agreement: float | None) -> None:
     for reason, n in Counter(notes.skipped.values()).items():
         ids = [id_ for id_, why in notes.skipped.items() if why == reason]
         shown = ", ".join(ids[:_N_SHOWN]) + (", …" if n > _N_SHOWN else "")
-        output.console.print(f"skipped {n} rows, {reason}: {shown}", markup=False)
+        output.say(f"skipped {n} rows, {reason}: {shown}")
     for key, n in sorted(notes.left_out.items()):
-        output.console.print(f"left out metadata {key!r} of {n} rows: not to be kept", markup=False)
+        output.say(f"left out metadata {key!r} of {n} rows: not to be kept")
 
 
 def _notes_as_dict(notes: Notes) -> dict[str, Any]:

@@ -26,13 +26,18 @@ class Output:
     """Where a command's words go."""
 
     def __init__(self, *, as_json: bool) -> None:
-        """Human text goes to stderr when stdout is for the object."""
-        self.as_json = as_json
-        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        """Human text goes to stderr when stdout is for the object.
 
-    def say(self, *parts: Any) -> None:
+        Texts are printed as they are: documents, answers and `pip install 'x[y]'` have brackets, too.
+        """
+        self.as_json = as_json
+        self.console = Console(
+            stderr=as_json, highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
+
+    def say(self, *parts: Any, style: str | None = None, end: str = "\n") -> None:
         """A line, or anything rich can draw, for people."""
-        self.console.print(*parts)
+        self.console.print(*parts, style=style, end=end)
 
     def result(self, value: dict[str, Any]) -> None:
         """The command's object, for programs; nothing without `--json`."""

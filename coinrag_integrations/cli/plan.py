@@ -65,8 +65,8 @@ def plan(
 
     def note(error: DocumentError) -> None:
         failed.append(str(error))
-        output.console.print("[yellow]skipped:[/yellow]", end=" ")
-        output.console.print(str(error), markup=False)
+        output.say("skipped:", style="yellow", end=" ")
+        output.say(str(error))
 
     # What costs nothing comes first, so that mistakes show at once.
     config = EngineConfig(coverage=coverage, chunk_tokens=chunk_tokens, codec=codec)  # type: ignore[arg-type]

@@ -191,13 +191,7 @@ class _CaptureLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = before_rope(self.tap, key_states)
-        if (before is not None) != self.turns:
-            raise UnsupportedModelError(
-                "a layer turned its keys although it was seen not to, or the other way round: this "
-                "attention is not supported"
-            )
-        self.out[:, :, 0] = (key_states if before is None else before).transpose(1, 2)
+        self.out[:, :, 0] = kept_keys(self.tap, key_states, self.turns).transpose(1, 2)
         self.out[:, :, 1] = value_states.transpose(1, 2)
         self.length = self.n_behind + key_states.shape[-2]
         if self.behind is None:
@@ -259,7 +253,7 @@ class _WatchLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = before_rope(self.tap, key_states)
+        before = _before_rope(self.tap, key_states)
         self.seen = SeenKeys(
             before=None if before is None else before[0].transpose(0, 1).clone(),
             after=key_states[0].transpose(0, 1).clone(),
@@ -295,7 +289,22 @@ def has_rotary_function(model: PreTrainedModel) -> bool:
     return hasattr(sys.modules[type(model).__module__], _ROTARY_FUNCTION)
 
 
-def before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Tensor | None:
+def kept_keys(tap: list[torch.Tensor], key_states: torch.Tensor, turns: bool) -> torch.Tensor:
+    """The keys of a layer before RoPE, which is to have turned them or not: what a store keeps.
+
+    Raises:
+        UnsupportedModelError: it did otherwise.
+    """
+    before = _before_rope(tap, key_states)
+    if (before is not None) != turns:
+        raise UnsupportedModelError(
+            "a layer turned its keys although it was seen not to, or the other way round: this "
+            "attention is not supported"
+        )
+    return key_states if before is None else before
+
+
+def _before_rope(tap: list[torch.Tensor], key_states: torch.Tensor) -> torch.Tensor | None:
     """The keys that became `key_states`: what was tapped, and the dimensions that were not turned."""
     if not tap:
         return None

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from coinrag_integrations.engine.hf import attention_mask, before_rope, cache_argument, tap_keys
+from coinrag_integrations.engine.hf import attention_mask, cache_argument, kept_keys, tap_keys
 from coinrag_integrations.errors import UnsupportedModelError
 
 
@@ -76,12 +76,7 @@ class _KeptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        before = before_rope(self.tap, key_states)
-        if (before is not None) != self.turns:
-            raise UnsupportedModelError(
-                "a layer turned its keys although it was seen not to, or the other way round"
-            )
-        keys = key_states if before is None else before
+        keys = kept_keys(self.tap, key_states, self.turns)
         pair = (keys.to(value_states.dtype), value_states)
         self.entries = torch.stack(pair, dim=2).permute(0, 3, 2, 1, 4)
         if self.behind is None:

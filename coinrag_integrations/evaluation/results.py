@@ -5,7 +5,7 @@ A run that was interrupted goes on: what was measured with the same settings is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -48,6 +48,15 @@ class Measured:
         return not self.answer.strip()
 
 
+def read_results(path: Path) -> Iterator[Measured]:
+    """All measurements in a file, of whatever settings, in the order in which they were written.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    return read_lines(path, _measured, "measurement")
+
+
 class ResultsFile:
     """Measurements of one setting in a file, which may hold those of others too."""
 
@@ -58,8 +67,7 @@ class ResultsFile:
             ConfigError: the file cannot be read or written, or holds something else.
         """
         self.settings = settings
-        rows = read_lines(path, _measured, "measurement")
-        self._found = {row.key: row for row in rows if row.settings == settings}
+        self._found = {row.key: row for row in read_results(path) if row.settings == settings}
         self._file = LinesFile(path)
 
     def __contains__(self, key: object) -> bool:

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.evaluation.compare import CompareConfig, compare
 from coinrag_integrations.evaluation.likelihood import answer_ids, losses
 from coinrag_integrations.evaluation.metrics import rouge_l, token_f1
 from coinrag_integrations.evaluation.results import RESULTS
-from coinrag_integrations.evaluation.rivals import METHODS, Kitchen, make_task
+from coinrag_integrations.evaluation.rivals import METHODS, Kitchen, make_task, say
 from coinrag_integrations.evaluation.summary import summarise
-from tests.evaluation.rivals.parts import EXAMPLE, chunks_of, plain
+from tests.evaluation.rivals.parts import EXAMPLE, chunks_of, compose, plain, task_of
 from tests.evaluation.rivals.test_searches import LastLetters
 from tests.tiny import HashEmbedder, tiny_model
 
@@ -230,6 +231,16 @@ def test_data_sets_are_summed_up_together_and_spans_set_against_each_method(mode
     assert "minus" not in alone.to_markdown()
 
 
+def test_certain_differences_are_bold(model, tmp_path):
+    rows = measure(model, tmp_path, ("spans",))["a"]["spans"]
+    ours = [replace(rows[0], nll=nll, f1=0.5) for nll in (1.0, 1.5, 2.0)]
+    worse = [replace(row, nll=row.nll + by) for row, by in zip(ours, (0.1, 0.2, 0.3), strict=True)]
+    mixed = [replace(row, nll=row.nll + by) for row, by in zip(ours, (-1, 0, 1), strict=True)]
+    table = summarise({"a": {"spans": ours, "worse": worse, "mixed": mixed}}).to_markdown()
+    assert "| worse | **-0.200** (-0.300 to -0.100) |" in table
+    assert "| mixed | +0.000 (" in table or "| mixed | -0.000 (" in table
+
+
 def test_summaries_show_rouge_where_it_was_measured(model, tmp_path):
     rows = [replace(row, rouge_l=0.25) for row in measure(model, tmp_path)["a"]["full"]]
     summary = summarise({"a": {"full": rows}})
@@ -238,15 +249,22 @@ def test_summaries_show_rouge_where_it_was_measured(model, tmp_path):
     assert "| 25.0 |" in summary.to_markdown()
 
 
-def test_a_data_set_is_scored_as_its_name_says(model, tmp_path):
+def test_a_data_set_is_scored_as_its_name_says(tmp_path):
     """Summaries are longer, keep their lines, and are scored by ROUGE-L."""
     assert CompareConfig().scoring("hotpotqa").max_new_tokens == 32
     assert CompareConfig().scoring("gov_report").max_new_tokens == 512
-    long = CompareConfig(n_chunks=3, n_nuggets=4, chunk_tokens=48, max_new_tokens=40)
+    model = tiny_model(tie_word_embeddings=False)
+    (line_break, *_) = model.tokenizer.encode("\n").ids
+    task, kitchen = task_of(Kitchen(model)), Kitchen(model)
+    said = say(model, compose(kitchen, "full", task), task.tail, Stopwatch(model.device), 3).tokens
+    head = model.hf.get_output_embeddings().weight
+    with torch.no_grad():  # a line break, where a third word was said
+        head[line_break] = 1.1 * head[said[2]]
+    long = CompareConfig(n_chunks=4, n_nuggets=4, chunk_tokens=48, max_new_tokens=8)
     data = {"gov_report": (EXAMPLE,), "a": (EXAMPLE,)}
     results = measure(model, tmp_path, ("full",), data, long)
     summary, answer = (results[name]["full"][0] for name in data)
+    assert "\n" in summary.answer, "there is something to cut"
+    assert answer.answer == summary.answer.splitlines()[0].strip() != ""
     assert summary.rouge_l == rouge_l(summary.answer, EXAMPLE.answers)
     assert answer.rouge_l is None
-    assert answer.answer == (summary.answer.splitlines() or [""])[0].strip()
-    assert len(summary.answer) >= len(answer.answer)

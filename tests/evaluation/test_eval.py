@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from coinrag_integrations.evaluation.rivals import METHODS
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, save_tiny_reranker
 
 PASSAGES = [
     {
@@ -129,3 +129,18 @@ def test_names_need_a_folder(run, tiny, tmp_path, monkeypatch):
     assert "COINRAG_DATA" in it.value["error"]["message"]
     missing = run("eval", "--model", tiny, "--out", tmp_path, "--data", tmp_path / "no.jsonl")
     assert missing.value["error"]["type"] == "DocumentError"
+
+
+def test_sweeps_ablations_and_a_reranker_add_methods(run, tiny, data, tmp_path):
+    reranker = save_tiny_reranker(tmp_path / "reranker")
+    options = ("--model", tiny, "--out", tmp_path / "out", "--no-plots", "--limit", 1)
+    more = ("--sweep", "--ablations", "--reranker", reranker)
+    it = run("eval", *options, "--data", data / "one.jsonl", "--methods", "full,spans", *more)
+    assert it.code == 0, it.text
+    assert list(it.value["data"]["one"]) == [
+        *("full", "spans", "spans:2", "spans:5", "spans:10", "spans:20"),
+        *("isolated", "spans-one-stage", "spans-unaligned", "spans-unadapted", "spans-reranked"),
+    ]
+    named = ("--methods", "spans,isolated", "--ablations")
+    it = run("eval", *options, "--data", data / "one.jsonl", *named)
+    assert list(it.value["data"]["one"])[:2] == ["spans", "isolated"], "each once"

@@ -76,3 +76,14 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"\[eval\]"):
         draw({"a": {"spans": summary(0.1, 5.0, 10)}}, tmp_path)
+
+
+def test_numbers_of_one_method_belong_together():
+    def point(name: str) -> Point:
+        return Point(name=name, cost=1, f1=1, low=1, high=1)
+
+    assert [point(name).family for name in ("spans", "spans:5", "text:5")] == [
+        *("spans", "spans", "text")
+    ]
+    names = ("spans", "spans:5", "spans-unaligned", "text:5")
+    assert [point(name).is_ours for name in names] == [True, True, False, False]

@@ -5,29 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.errors.classes import Case, Finding, Reading, count_errors
 from coinrag_integrations.evaluation.errors.evidence import read_evidence
-from coinrag_integrations.evaluation.lines import read_lines
-from coinrag_integrations.evaluation.results import RESULTS
+from coinrag_integrations.evaluation.results import RESULTS, Measured, read_results
 from coinrag_integrations.evaluation.rivals import parse_method
 
 _FIRST = ("spans", "full")  # then the others by name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What of a measurement is needed here."""
-
-    settings: str
-    data: str
-    example: str
-    method: str
-    answer: str
-    f1: float
-    nll: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +20,7 @@ class Judged:
     """A question as one search answered it: what was found, and every method's answer."""
 
     case: Case
-    answers: tuple[tuple[Answer, Finding], ...]
+    answers: tuple[tuple[Measured, Finding], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +56,7 @@ def judge(folder: Path, methods: Sequence[str] = (), data: Sequence[str] = ()) -
     Raises:
         ConfigError: no results, none of a method or data set that is asked for, or none with evidence.
     """
-    there = list(read_lines(folder / RESULTS, _answer, "measurement"))
+    there = list(read_results(folder / RESULTS))
     if not there:
         raise ConfigError(f"there are no results in {folder}: run coinrag eval --out {folder}")
     for kind, asked, known in (
@@ -91,7 +76,7 @@ def judge(folder: Path, methods: Sequence[str] = (), data: Sequence[str] = ()) -
     if not wanted:
         raise ConfigError(f"no data set in {folder} was answered by these methods: name others")
     settings = wanted[-1].settings
-    answers: dict[tuple[str, str, str], dict[str, Answer]] = {}
+    answers: dict[tuple[str, str, str], dict[str, Measured]] = {}
     for answer in wanted:
         if answer.settings == settings:
             key = answer.data, answer.example, parse_method(answer.method).search
@@ -124,7 +109,7 @@ def reading_of(method: str) -> Reading:
     return Reading(what=it.reads, n_nuggets=it.n_nuggets)
 
 
-def _judged(case: Case, by_method: dict[str, Answer]) -> list[tuple[Answer, Finding]]:
+def _judged(case: Case, by_method: dict[str, Measured]) -> list[tuple[Measured, Finding]]:
     return [
         (by_method[name], case.explain(by_method[name].answer, reading_of(name)))
         for name in sorted(by_method, key=_order)
@@ -133,12 +118,3 @@ def _judged(case: Case, by_method: dict[str, Answer]) -> list[tuple[Answer, Find
 
 def _order(method: str) -> tuple[int, str]:
     return (_FIRST.index(method) if method in _FIRST else len(_FIRST), method)
-
-
-def _answer(value: Any) -> Answer:
-    texts = ("settings", "data", "example", "method", "answer")
-    if not all(isinstance(value[name], str) for name in texts):
-        raise TypeError(f"one of {', '.join(texts)} is no text")
-    return Answer(
-        **{name: value[name] for name in texts}, f1=float(value["f1"]), nll=float(value["nll"])
-    )

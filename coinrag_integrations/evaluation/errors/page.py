@@ -19,8 +19,9 @@ from markupsafe import Markup
 
 from coinrag_integrations.evaluation.errors.classes import ERRORS, Finding
 from coinrag_integrations.evaluation.errors.evidence import ShownChunk
-from coinrag_integrations.evaluation.errors.judged import Answer, ErrorReport, Judged
+from coinrag_integrations.evaluation.errors.judged import ErrorReport, Judged
 from coinrag_integrations.evaluation.errors.words import Range, is_within
+from coinrag_integrations.evaluation.results import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ def _question(judged: Judged) -> dict[str, object]:
     }
 
 
-def _answer(answer: Answer, finding: Finding) -> dict[str, object]:
+def _answer(answer: Measured, finding: Finding) -> dict[str, object]:
     return {
         "method": answer.method,
         "answer": answer.answer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from coinrag_integrations.evaluation.errors.evidence import (
     ShownChunk,
     ShownNugget,
 )
+from coinrag_integrations.evaluation.results import Measured
 
 QUESTION, GOLD = "Who built the organ?", "Bastien Roule"
 
@@ -47,9 +49,21 @@ def evidence(*chunks: ShownChunk, **options: Any) -> Evidence:
 
 
 def measured(answer: str, **options: Any) -> dict[str, Any]:
-    """What of a line of results matters here."""
-    values = {"settings": "s", "data": "x", "example": "1", "method": "spans"}
-    return {**values, "answer": answer, "f1": 0.0, "nll": 1.25, **options}
+    """A line of results."""
+    row = Measured(
+        settings="s",
+        data="x",
+        example="1",
+        method="spans",
+        answer=answer,
+        f1=0.0,
+        nll=1.25,
+        n_context=1,
+        bytes_read=1,
+        compose_ms=1.0,
+        ttft_ms=1.0,
+    )
+    return {**asdict(row), **options}
 
 
 def write(folder: Path, found: list[Evidence], results: list[dict[str, Any]]) -> None:

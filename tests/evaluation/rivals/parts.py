@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def chunks_of(model: LoadedModel, size: int = 48) -> list[Chunk]:
     return [extract_nuggets(chunk, RuleProposer()) for chunk in cut]
 
 
-def task_of(kitchen: Kitchen, *, n_chunks: int = 4, n_nuggets: int = 5) -> Task:
+def task_of(kitchen: Kitchen, *, n_chunks: int = 4, n_nuggets: int = 5, **options: Any) -> Task:
     return make_task(
         EXAMPLE.question,
         chunks_of(kitchen.model),
@@ -37,6 +38,7 @@ def task_of(kitchen: Kitchen, *, n_chunks: int = 4, n_nuggets: int = 5) -> Task:
         HashEmbedder(),
         n_chunks=n_chunks,
         n_nuggets=n_nuggets,
+        **options,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
 from coinrag_integrations.engine.plan import arrange
@@ -39,19 +38,6 @@ def kitchen(model) -> Kitchen:
     return Kitchen(model)
 
 
-def search(kitchen, kind, n_chunks=2, n_nuggets=3, reranker=None):
-    return make_task(
-        EXAMPLE.question,
-        chunks_of(kitchen.model),
-        kitchen.prompt,
-        HashEmbedder(),
-        n_chunks=n_chunks,
-        n_nuggets=n_nuggets,
-        search=kind,
-        reranker=reranker,
-    )
-
-
 @pytest.mark.parametrize("n", [1, 3, 99])
 @pytest.mark.parametrize("name", ["spans", "text", "isolated"])
 def test_a_number_takes_so_many_nuggets(kitchen, name, n):
@@ -65,7 +51,7 @@ def test_a_number_takes_so_many_nuggets(kitchen, name, n):
 def test_one_stage_takes_the_nearest_nuggets_of_all_chunks(kitchen):
     chunks = chunks_of(kitchen.model)
     for n in (1, 3, 7):
-        task = search(kitchen, "one-stage", n_chunks=1, n_nuggets=n)
+        task = task_of(kitchen, search="one-stage", n_chunks=1, n_nuggets=n)
         best = rank_spans(EXAMPLE.question, chunks, HashEmbedder())[:n]
         assert task.spans == tuple(arrange(best))
         assert {c.chunk_id for c in task.chunks} == {ref.chunk_id for ref in best}
@@ -73,15 +59,15 @@ def test_one_stage_takes_the_nearest_nuggets_of_all_chunks(kitchen):
 
 
 def test_searches_agree_where_all_chunks_are_looked_at(kitchen):
-    two = search(kitchen, "two-stage", n_chunks=99)
-    assert search(kitchen, "one-stage").spans == two.spans
-    narrow = search(kitchen, "two-stage", n_chunks=1, n_nuggets=99)
+    two = task_of(kitchen, search="two-stage", n_chunks=99)
+    assert task_of(kitchen, search="one-stage").spans == two.spans
+    narrow = task_of(kitchen, search="two-stage", n_chunks=1, n_nuggets=99)
     assert {ref.chunk_id for ref in narrow.spans} == {narrow.chunks[0].chunk_id}
 
 
 def test_a_reranker_orders_chunks_and_then_nuggets(kitchen):
     chunks = chunks_of(kitchen.model)
-    task = search(kitchen, "reranked", n_chunks=2, n_nuggets=2, reranker=LastLetters())
+    task = task_of(kitchen, search="reranked", n_chunks=2, n_nuggets=2, reranker=LastLetters())
     assert [c.text for c in task.chunks] == sorted((c.text for c in chunks), reverse=True)[:2]
     texts = {c.ref(n.span): n.text for c in chunks for n in c.nuggets}
     ranked = [texts[ref] for ref in task.ranked]
@@ -103,7 +89,7 @@ def test_a_reranker_takes_chunks_without_nuggets_too(kitchen):
     )
     assert set(task.spans) == {chunk.ref() for chunk in task.chunks}
     with pytest.raises(ConfigError, match="needs a reranker"):
-        search(kitchen, "reranked")
+        task_of(kitchen, search="reranked")
 
 
 def test_unaligned_keys_stay_where_they_were_in_their_chunks(kitchen):
@@ -153,4 +139,3 @@ def test_nearest_is_the_arranged_best(kitchen):
     assert task.nearest() == task.spans == task.nearest(4)
     counts = [sum(map(len, task.nearest(n))) for n in range(1, 9)]
     assert counts == sorted(counts)
-    assert np.all(np.diff(counts) >= 0)

@@ -128,10 +128,11 @@ class Sampler:
         return self._fitting(self._sample(task, answer))
 
     def retrieve(self, example: Example) -> Task:
-        """The nearest chunks of an example, and the nearest of their nuggets."""
+        """The nearest chunks of an example, and the nearest of their nuggets (slots need none)."""
         tokenizer = self.kitchen.model.tokenizer
+        whole = self.config.kind == "c2kv"
         chunks = [
-            extract_nuggets(chunk, self.proposer)
+            chunk if whole else extract_nuggets(chunk, self.proposer)
             for document in example.documents
             for chunk in chunk_document(document, tokenizer, CHUNK_TOKENS)
         ]

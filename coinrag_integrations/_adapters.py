@@ -20,8 +20,10 @@ from typing import Any, Protocol
 from coinrag_integrations.engine import Answer, GenerationConfig, Timings, Usage
 from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.errors import ConfigError, DocumentError
-from coinrag_integrations.rag import CoinRAG, ReplyStream
-from coinrag_integrations.retrieval import Condition, RetrievalConfig, all_of, is_list, where_of
+from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.reply import ReplyStream
+from coinrag_integrations.retrieval import Condition, Form, RetrievalConfig, is_list
+from coinrag_integrations.retrieval.filters import all_of, where_of
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ SPAN_KEYS = (
     "coinrag_char_stop",
     "coinrag_digest",
 )
-KEYS = (*SPAN_KEYS, NUGGETS, SCORE)
+RATIO = "coinrag_ratio"  # of spans that are read as slots
+KEYS = (*SPAN_KEYS, RATIO, NUGGETS, SCORE)
 # What LlamaIndex keeps of a document beside text and metadata: where it came from, what is shown.
 REF_DOC_ID = "ref_doc_id"
 NODE = "_llamaindex"
@@ -63,7 +66,23 @@ _NOTHING = Answer(
 
 def span_id(ref: SpanRef) -> str:
     """The id of a span's node or document: the same span always has the same."""
-    return f"{ref.chunk_id}:{ref.start}:{ref.stop}"
+    return ":".join(map(str, plain_ref(ref)))
+
+
+def plain_ref(ref: SpanRef) -> list[Any]:
+    """A span's chunk, start and stop; and its ratio, if it is read as slots."""
+    return [ref.chunk_id, ref.start, ref.stop, *([ref.ratio] if ref.ratio > 1 else [])]
+
+
+def ref_of(metadata: Mapping[str, Any]) -> SpanRef:
+    """The span that metadata name.
+
+    Raises:
+        KeyError, TypeError, ValueError: they name none.
+    """
+    chunk_id, start, stop = (metadata[key] for key in SPAN_KEYS[:3])
+    ratio = int(metadata.get(RATIO, 1))
+    return SpanRef(ChunkId(str(chunk_id)), int(start), int(stop), ratio)
 
 
 def span_metadata(span: ScoredSpan) -> dict[str, Any]:
@@ -77,7 +96,10 @@ def span_metadata(span: ScoredSpan) -> dict[str, Any]:
         span.char_stop,
         digest(span.text),
     )
-    return {**dict(sorted(span.metadata.items())), **dict(zip(SPAN_KEYS, values, strict=True))}
+    own = dict(zip(SPAN_KEYS, values, strict=True))
+    if span.ref.ratio > 1:
+        own[RATIO] = span.ref.ratio
+    return {**dict(sorted(span.metadata.items())), **own}
 
 
 def nugget_span(metadata: Mapping[str, Any], nugget: Nugget) -> ScoredSpan:
@@ -118,10 +140,8 @@ def read_span(metadata: Mapping[str, Any], text: str, owner: str, score: float =
         ConfigError: the metadata is not ours, or `text` is not the text that it was made for.
     """
     try:
-        chunk_id, start, stop, document_id, char_start, char_stop, expected = (
-            metadata[key] for key in SPAN_KEYS
-        )
-        ref = SpanRef(ChunkId(str(chunk_id)), int(start), int(stop))
+        ref = ref_of(metadata)
+        document_id, char_start, char_stop, expected = (metadata[key] for key in SPAN_KEYS[3:])
         bounds = int(char_start), int(char_stop)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -249,17 +269,21 @@ def retrieval_config(
     n_chunks: int | None,
     n_nuggets: int | None,
     where: Condition | None = None,
+    form: Form | None = None,
+    ratio: int | None = None,
 ) -> RetrievalConfig:
-    """The store's own widths, but for those that are given; `where` holds beside its condition.
+    """The store's own widths and form, but for those that are given; `where` holds beside its condition.
 
     Raises:
-        ConfigError: a width below 1, or a condition that Chroma cannot check.
+        ConfigError: a width below 1, a form that is none, or a condition that Chroma cannot check.
     """
     return replace(
         rag.retrieval,
         where=all_of([where_of(rag.retrieval.where), where_of(where)]),
         n_chunks=rag.retrieval.n_chunks if n_chunks is None else n_chunks,
         n_nuggets=rag.retrieval.n_nuggets if n_nuggets is None else n_nuggets,
+        form=form or rag.retrieval.form,
+        ratio=ratio or rag.retrieval.ratio,
     )
 
 
@@ -273,8 +297,8 @@ def report(stream: ReplyStream | None, retrieve_ms: float = 0.0) -> dict[str, An
 def report_of(answer: Answer) -> dict[str, Any]:
     """What an answer says of itself, as plain values."""
     return {
-        "spans": [[r.chunk_id, r.start, r.stop] for r in answer.spans],
-        "recomputed": [[r.chunk_id, r.start, r.stop] for r in answer.recomputed],
+        "spans": [plain_ref(ref) for ref in answer.spans],
+        "recomputed": [plain_ref(ref) for ref in answer.recomputed],
         "refused": dict(answer.refused),
         "finish_reason": answer.finish_reason,
         "usage": asdict(answer.usage),

@@ -261,10 +261,10 @@ class Ingestor:
         """Encode, and write each chunk while the next one is computed."""
         with ThreadPoolExecutor(2, thread_name_prefix="coinrag-write") as pool:
             waiting: list[Future[None]] = []
-            for chunk, kv in self.engine.encode(chunks):
+            for chunk, forms in self.engine.encode(chunks):
                 if len(waiting) >= _WRITES_AHEAD:
                     waiting.pop(0).result()
-                waiting.append(pool.submit(self.engine.store_chunk, chunk, kv))
+                waiting.append(pool.submit(self.engine.store_chunk, chunk, forms))
                 report.n_encoded += 1
                 tell()
             for future in waiting:
@@ -285,6 +285,8 @@ class Ingestor:
             "coverage": self.engine.config.coverage,
             "chunk_tokens": self.engine.config.chunk_tokens,
         }
+        if self.engine.config.c2kv:
+            value["c2kv"] = [it.fingerprint.extractor for it in self.engine.forms.stores.values()]
         if document.vector is not None:
             vector = np.asarray(document.vector, dtype=np.float32)
             value["vector"] = hashlib.sha256(vector.tobytes()).hexdigest()

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn, Self
 from uuid import uuid4
 
 from coinrag_integrations.engine import (
-    Answer,
-    AnswerStream,
     Engine,
     EngineConfig,
     GenerationConfig,
@@ -34,13 +32,16 @@ from coinrag_integrations.engine.store import Limits
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.ingest import WAIT_SECONDS, Ingestor, IngestReport, OnProgress
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer
+from coinrag_integrations.reply import Reply, ReplyStream
 from coinrag_integrations.retrieval import (
     ChromaFolder,
     Embedder,
+    Form,
     RetrievalConfig,
     SpanIndex,
     open_client,
 )
+from coinrag_integrations.retrieval.forms import of_chunks, of_nuggets
 from coinrag_integrations.settings import (
     DEMO,
     INDEX_MARK,
@@ -48,63 +49,17 @@ from coinrag_integrations.settings import (
     SETTINGS_FILE,
     StoreSettings,
     load_adapter,
+    load_extractor,
     make_embedder,
     open_remote,
     resolve_model,
 )
 from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan
 
-Mode = Literal["coinrag", "chunk", "full"]
+Mode = Literal["coinrag", "chunk", "c2kv", "hybrid", "full"]
 _OPENING = threading.Lock()
-MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """An answer and the retrieved spans it rests on, best first."""
-
-    answer: Answer
-    spans: tuple[ScoredSpan, ...]
-
-    @property
-    def text(self) -> str:
-        """The answer's text."""
-        return self.answer.text
-
-
-class ReplyStream:
-    """Iterates over the text of a reply; `reply` is complete once it has ended."""
-
-    def __init__(
-        self,
-        stream: AnswerStream,
-        spans: Sequence[ScoredSpan],
-        retrieve_ms: float,
-        refused: Mapping[Reason, int] | None = None,
-    ) -> None:
-        """Nothing is generated before the first piece is asked for."""
-        self._stream, self._spans, self._retrieve_ms = stream, tuple(spans), retrieve_ms
-        self._refused = dict(refused or {})
-
-    def __iter__(self) -> Iterator[str]:
-        """The stream itself."""
-        return self
-
-    def __next__(self) -> str:
-        """The next piece of text, never empty."""
-        return next(self._stream)
-
-    def close(self) -> None:
-        """Stop generating."""
-        self._stream.close()
-
-    @property
-    def reply(self) -> Reply:
-        """What has been answered so far."""
-        answer = self._stream.answer
-        timings = replace(answer.timings, retrieve_ms=self._retrieve_ms)
-        answer = replace(answer, timings=timings, refused=self._refused)
-        return Reply(answer=answer, spans=self._spans)
+MODES: tuple[Mode, ...] = ("coinrag", "chunk", "c2kv", "hybrid", "full")
+_FORMS: dict[Mode, Form] = {"chunk": "chunks", "full": "chunks", "c2kv": "c2kv", "hybrid": "hybrid"}
 
 
 class CoinRAG:
@@ -147,6 +102,7 @@ class CoinRAG:
         limits: Limits | None = None,
         remote: str | None = None,
         adapter: str | Path | None = None,
+        extractor: str | Path | None = None,
         add_fingerprint: bool = False,
         proposer: NuggetProposer | None = None,
         retrieval: RetrievalConfig | None = None,
@@ -159,12 +115,15 @@ class CoinRAG:
         `collection` can be seen or changed. `limits` become those of the store,
         `remote` (a URL that fsspec knows) the storage behind it. `adapter` is the folder of a reader
         adapter ("" for none; the demo model has one): answers are computed with it, what is cached stays.
+        `extractor` is the folder of what makes the slots that `config.c2kv` asks for ("untrained" for
+        none; the demo model has one).
         `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
             StoreError: no store there and no model given, or the folder cannot be used.
             FingerprintMismatchError: the store was built with another model or other options.
             ModelError, UnsupportedModelError: the model cannot be loaded or served.
+            ConfigError: slots are asked for, and there is no extractor.
             SpanIndexError: Chroma cannot be reached, or holds another embedder's vectors.
         """
         folder, scope = Path(folder), Scope(tenant=tenant, collection=collection)
@@ -185,8 +144,11 @@ class CoinRAG:
             limits=before.limits if limits is None else limits,
             remote=remote or before.remote,
             adapter=before.adapter if adapter is None else str(adapter) or None,
+            extractor=before.extractor if extractor is None else str(extractor),
             engine=config or before.engine,
         )
+        if settings.engine.c2kv and settings.extractor is None and settings.model == DEMO:
+            settings = replace(settings, extractor=DEMO)
         # What costs nothing and writes nothing comes first, so that mistakes show at once.
         searcher = (
             make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
@@ -208,6 +170,7 @@ class CoinRAG:
                 limits=settings.limits,
                 remote=open_remote(settings.remote),
                 adapter=adapted,
+                extractor=load_extractor(settings, loaded),
                 add_fingerprint=add_fingerprint,
             )
             opened.callback(engine.close)
@@ -255,18 +218,28 @@ class CoinRAG:
     def retrieve(
         self, question: str, mode: Mode = "coinrag", config: RetrievalConfig | None = None
     ) -> list[ScoredSpan]:
-        """The spans for a question, best first: nuggets, or whole chunks in the other modes.
+        """The spans for a question, best first: in the form of `config`, or in that of another mode.
 
         Raises:
-            ConfigError: the question is empty, or no text.
+            ConfigError: the question is empty, or no text; slots are wanted, and the store has none.
             SpanIndexError: Chroma fails.
         """
         check_question(question)
-        config = config or self.retrieval
-        live = self.engine.catalog.live
-        if mode == "coinrag":
-            return self.index.search(question, config, live=live)
-        return self.index.search_chunks(question, config.n_chunks, where=config.where, live=live)
+        config, engine = config or self.retrieval, self.engine
+        form, live = _FORMS.get(mode, config.form), engine.catalog.live
+        ratio = config.ratio or next(iter(engine.config.c2kv), 1)
+        if form not in ("spans", "chunks") and ratio not in engine.config.c2kv:
+            there = ", ".join(map(str, engine.config.c2kv)) or "none"
+            raise ConfigError(
+                f"the store has no slots of C2KV that {form!r} could be read as, at ratio "
+                f"{config.ratio or 'any'} (there: {there}): build it with --c2kv 4"
+            )
+        if form in ("chunks", "c2kv", "hybrid"):
+            where = config.where
+            chunks = self.index.search_chunks(question, config.n_chunks, where=where, live=live)
+            return of_chunks(form, chunks, ratio, config.n_raw)
+        nuggets = self.index.search(question, config, live=live)
+        return of_nuggets(form, nuggets, engine.catalog.chunk, ratio)
 
     def ask(
         self,
@@ -292,8 +265,9 @@ class CoinRAG:
     ) -> ReplyStream:
         """Retrieve and answer, a piece of text at a time.
 
-        Modes: "coinrag" composes nuggets' KV, "chunk" whole chunks' KV, "full" prefills the chunks'
-        text without any cache.
+        Modes: "coinrag" composes nuggets' KV (or what the form of `retrieval` says), "chunk" whole
+        chunks' KV, "c2kv" their slots, "hybrid" the best chunks' KV and the others' slots; "full"
+        prefills the chunks' text without any cache.
 
         Raises:
             ConfigError: an unknown mode, or a question that is no text.

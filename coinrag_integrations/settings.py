@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coinrag_integrations.demo.model import DEMO_READER, ensure_demo_model
-from coinrag_integrations.engine import EngineConfig, PromptTemplate
+from coinrag_integrations.demo.model import DEMO_EXTRACTOR, DEMO_READER, ensure_demo_model
+from coinrag_integrations.engine import EngineConfig, LoadedModel, PromptTemplate
 from coinrag_integrations.engine.adapter import Adapter
+from coinrag_integrations.engine.c2kv import Extractor
 from coinrag_integrations.engine.model import DType
 from coinrag_integrations.engine.store import Limits, Remote
 from coinrag_integrations.engine.store.retry import Retry
@@ -30,7 +31,8 @@ PREFIX = "coinrag"
 DEMO = "demo"
 FORMAT = 2
 # What the bytes of a store depend on; how it is used is for whoever opens it to say.
-_ENGINE = ("chunk_tokens", "context", "coverage", "codec")
+_ENGINE = ("chunk_tokens", "context", "coverage", "c2kv", "codec")
+UNTRAINED = "untrained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class StoreSettings:
     "bge-m3:<folder or hub name>", `chroma` an address `http://host:port`, or None for a database
     inside the store; `prefix` begins the names of its collections there. `limits` bound the bytes on
     disk, `remote` is the URL of storage behind it (credentials belong into the environment), `adapter`
-    the folder of a reader adapter.
+    the folder of a reader adapter, `extractor` that of C2KV's, or "untrained".
     Of `engine`, only what the stored bytes depend on is remembered.
     """
 
@@ -53,6 +55,7 @@ class StoreSettings:
     limits: Limits = field(default_factory=Limits)
     remote: str | None = None
     adapter: str | None = None
+    extractor: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def save(self, folder: Path) -> None:
@@ -87,7 +90,9 @@ class StoreSettings:
                 )
             engine, limits = value.pop("engine"), Limits(**value.pop("limits"))
             prompt = PromptTemplate(**engine.pop("prompt"))
-            return cls(engine=EngineConfig(prompt=prompt, **engine), limits=limits, **value)
+            ratios = tuple(engine.pop("c2kv", ()))
+            config = EngineConfig(prompt=prompt, c2kv=ratios, **engine)
+            return cls(engine=config, limits=limits, **value)
         except FileNotFoundError as error:
             raise StoreError(
                 f"there is no store in {folder}: build one with `coinrag build PATH --store {folder}`"
@@ -112,6 +117,26 @@ def load_adapter(name: str | None) -> Adapter | None:
         ModelError: there is none.
     """
     return Adapter.load(DEMO_READER if name == DEMO else name) if name else None
+
+
+def load_extractor(settings: StoreSettings, model: LoadedModel) -> Extractor | None:
+    """What makes the slots of a store, if it has any; "demo" is the one that comes with the package.
+
+    Raises:
+        ConfigError: the store has slots, and names no extractor.
+        ModelError: it cannot be read, or belongs to another model.
+    """
+    if not settings.engine.c2kv:
+        return None
+    if settings.extractor is None:
+        raise ConfigError(
+            "slots are asked for, and nothing makes them: give --extractor FOLDER, which `coinrag train "
+            f"c2kv` makes, or --extractor {UNTRAINED} for slots that are worth much less"
+        )
+    if settings.extractor == UNTRAINED:
+        return Extractor.untrained(model)
+    folder = DEMO_EXTRACTOR if settings.extractor == DEMO else settings.extractor
+    return Extractor.load(folder, model)
 
 
 def open_remote(url: str | None) -> Remote | None:

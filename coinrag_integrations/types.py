@@ -93,19 +93,37 @@ class Span:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpanRef:
-    """The triple (chunk_id, start, stop): all that retrieval hands to the engine."""
+    """The triple (chunk_id, start, stop), and as what its tokens are read: all that the engine is told.
+
+    At ratio 1 they are their own entries. At ratio k they are C2KV's slots, one for every k tokens: they
+    begin at a multiple of k, and end at one or with the chunk.
+
+    Raises:
+        SpanError: the range is none (see `Span`), or does not begin with a slot.
+    """
 
     chunk_id: ChunkId
     start: int
     stop: int
+    ratio: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse ranges that select nothing."""
+        """Refuse ranges that select nothing, and the middle of a slot."""
         Span(self.start, self.stop)
+        if self.ratio < 1 or self.start % self.ratio:
+            raise SpanError(
+                f"span [{self.start}, {self.stop}) does not begin with a slot of {self.ratio} tokens: "
+                f"use a start that is a multiple of the ratio, which is at least 1"
+            )
 
     def __len__(self) -> int:
         """Number of tokens."""
         return self.stop - self.start
+
+    @property
+    def n_entries(self) -> int:
+        """Number of cached entries: tokens, or slots."""
+        return -(-len(self) // self.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,23 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     store: Store,
     mode: Annotated[
-        str, typer.Option(help="'coinrag' (nuggets' KV), 'chunk' (whole chunks' KV) or 'full'.")
+        str,
+        typer.Option(
+            help="'coinrag' (nuggets' KV), 'chunk' (whole chunks'), 'c2kv' (their slots), 'hybrid' "
+            "(the best chunks whole, slots of the others) or 'full'."
+        ),
     ] = "coinrag",
+    form: Annotated[
+        str,
+        typer.Option(
+            help="What 'coinrag' reads: 'spans', 'slots' that meet them, or 'background' (the spans, and "
+            "slots of the rest of their chunks)."
+        ),
+    ] = "spans",
+    ratio: Annotated[
+        int | None, typer.Option(min=2, help="Tokens a slot; default: the store's first.")
+    ] = None,
+    n_raw: Annotated[int, typer.Option(min=0, help="Chunks that 'hybrid' reads whole.")] = 1,
     n_chunks: Chunks = 5,
     n_nuggets: Nuggets = 10,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
@@ -51,7 +66,13 @@ def ask(
         stream = rag.stream(
             question,
             mode,  # type: ignore[arg-type]  # checked by stream, which names the modes
-            retrieval=RetrievalConfig(n_chunks=n_chunks, n_nuggets=n_nuggets),
+            retrieval=RetrievalConfig(
+                n_chunks=n_chunks,
+                n_nuggets=n_nuggets,
+                form=form,  # type: ignore[arg-type]  # it checks the name
+                ratio=ratio,
+                n_raw=n_raw,
+            ),
             generation=GenerationConfig(max_new_tokens=max_new_tokens, temperature=temperature),
         )
         for piece in stream:
@@ -85,6 +106,7 @@ def reply_object(question: str, reply: Any) -> dict[str, Any]:
                 "chunk_id": span.ref.chunk_id,
                 "start": span.ref.start,
                 "stop": span.ref.stop,
+                "ratio": span.ref.ratio,
                 "text": span.text,
                 "score": round(span.score, 6),
                 "document_id": span.document_id,

@@ -17,6 +17,7 @@ from coinrag_integrations.cli.options import (
     Store,
     Tenant,
     parse_bytes,
+    parse_ratios,
 )
 from coinrag_integrations.cli.output import Output, megabytes
 
@@ -38,6 +39,16 @@ def build(
     ] = None,
     coverage: Coverage = None,
     codec: Codec = None,
+    c2kv: Annotated[
+        str | None,
+        typer.Option(
+            "--c2kv", help="Store slots too, one for so many tokens: 4, or 4,8; '' for none."
+        ),
+    ] = None,
+    extractor: Annotated[
+        str | None,
+        typer.Option(help="The folder of what makes them, or 'untrained'. The demo has one."),
+    ] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk (default 512).")] = None,
     tenant: Tenant = "default",
     collection: Collection = "main",
@@ -84,8 +95,14 @@ def build(
         embedder=embedder,
         chroma=chroma,
         config=_config(
-            known, context=context, coverage=coverage, codec=codec, chunk_tokens=chunk_tokens
+            known,
+            context=context,
+            coverage=coverage,
+            codec=codec,
+            c2kv=None if c2kv is None else parse_ratios("--c2kv", c2kv),
+            chunk_tokens=chunk_tokens,
         ),
+        extractor=extractor,
         tenant=tenant,
         collection=collection,
         limits=_limits(known, max_bytes),
@@ -94,7 +111,7 @@ def build(
     ) as rag:
         with output.ingesting() as show:
             report = rag.add(documents, show)
-        n_bytes = rag.engine.store.n_bytes()
+        n_bytes = rag.engine.forms.n_bytes()
         totals = rag.engine.catalog.counts()
     speed = report.n_tokens / report.seconds if report.n_encoded else 0.0
     output.say(

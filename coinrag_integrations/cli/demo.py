@@ -58,7 +58,7 @@ def demo(
                 )
                 progress.advance(progress.task_ids[0])
         folder = rag.engine.disk.root
-        n_bytes = rag.engine.store.n_bytes()
+        n_bytes = rag.engine.forms.n_bytes()
     f1 = sum(row["f1"] for row in rows) / len(rows)
     correct = sum(row["correct"] for row in rows), sum(row["full"]["correct"] for row in rows)
     ours = sorted(row["ttft_ms"] for row in rows)[len(rows) // 2]

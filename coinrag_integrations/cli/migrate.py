@@ -144,7 +144,7 @@ def migrate(
         ) as rag:
             with output.ingesting(info.n_rows) as show:
                 report = move(rag, found, reembed=reembed, prune=prune, on_progress=show)
-            n_bytes = rag.engine.store.n_bytes()
+            n_bytes = rag.engine.forms.n_bytes()
             totals = rag.engine.catalog.counts()
     _say_report(output, report)
     output.say(

@@ -72,3 +72,17 @@ def parse_bytes(text: str) -> int | None:
         raise ConfigError(f"{text!r} is no number of bytes: use for example 200MB, 1.5GiB or none")
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+
+
+def parse_ratios(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, as 4 or 4,8.
+
+    Raises:
+        ConfigError: something else.
+    """
+    from coinrag_integrations.errors import ConfigError
+
+    try:
+        return tuple(int(ratio) for ratio in text.split(",") if text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: give whole numbers, as 4 or 4,8") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coinrag_integrations.cli.options import DemoModel, Json
+from coinrag_integrations.cli.options import DemoModel, Json, parse_ratios
 from coinrag_integrations.cli.output import Output
 
 if TYPE_CHECKING:
@@ -164,6 +164,9 @@ def c2kv(
     kl: Annotated[
         float, typer.Option(min=0, help="Weight of what the reader says behind whole chunks.")
     ] = 1.0,
+    kl_question: Annotated[
+        float, typer.Option(min=0, help="The same for the words of the question.")
+    ] = 2.0,
     init: Annotated[
         str,
         typer.Option(help="Slots begin as the 'last' token of their block, its 'mean', or 'eos'."),
@@ -171,23 +174,19 @@ def c2kv(
     n_examples: Annotated[int, typer.Option("--examples", min=1)] = 3200,
     minutes: Minutes = None,
     rank: Annotated[int, typer.Option(min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 4e-4,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
     at_once: AtOnce = 4,
     seed: int = 0,
     json: Json = False,
 ) -> None:
     """Train C2KV's extractor: slots for chunks, for a model and a reader that stay as they are."""
-    from coinrag_integrations.errors import ConfigError
     from coinrag_integrations.settings import DEMO
     from coinrag_integrations.training import ReaderConfig
 
-    try:
-        wanted = tuple(int(ratio) for ratio in ratios.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--ratios {ratios!r}: give whole numbers, as 4 or 4,8") from error
     config = replace(
-        ReaderConfig.slot_recipe(wanted, n_examples),
+        ReaderConfig.slot_recipe(parse_ratios("--ratios", ratios), n_examples),
         kl=kl,
+        kl_question=kl_question,
         init=init,  # type: ignore[arg-type]  # it checks the name
         rank=rank,
         alpha=2 * rank,

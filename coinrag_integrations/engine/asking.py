@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from coinrag_integrations.engine.answer import AnswerBatch, Keep
-from coinrag_integrations.engine.composer import Composed, Composer, Decline, Recompute
+from coinrag_integrations.engine.composer import Composed, Composer
 from coinrag_integrations.engine.generation import GenerationConfig, check_room
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.plan import Piece, PrefixPlan, Text, plan_prefix
@@ -19,18 +19,18 @@ from coinrag_integrations.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """A model, a composer, and what to do about spans that cannot be read (see `Composer.compose`)."""
+    """A model that answers, a composer of what it stands behind, and how much that may be."""
 
     model: LoadedModel
     composer: Composer
     static: StaticRunners | None
     max_entries: int
-    recompute: Recompute | None
-    decline: Decline | None
 
     def plan(self, pieces: Sequence[Piece], n_kept: int = 0) -> PrefixPlan:
         """See `Engine.plan_pieces`."""
-        return plan_prefix(pieces, max_entries=self.max_entries, n_kept=n_kept)
+        return plan_prefix(
+            pieces, max_entries=self.max_entries, window=self.model.window, n_kept=n_kept
+        )
 
     def compose(
         self,
@@ -40,9 +40,7 @@ class Asking:
         kept: torch.Tensor | None = None,
     ) -> Composed:
         """The prefixes of plans, a single one perhaps behind `kept` rows [L, 2, H, n, D]."""
-        return self.composer.compose(
-            plans, watch, room=room, recompute=self.recompute, decline=self.decline, kept=kept
-        )
+        return self.composer.compose(plans, watch, room=room, kept=kept)
 
     def one(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coinrag_integrations.engine.answer import AnswerStream
@@ -68,10 +68,11 @@ class Conversations:
         return AnswerStream(batch, spans, prompt.refused)
 
     def _ending_in_text(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces; of a span that nothing stands behind, the last token is computed."""
+        """The pieces; of a span that nothing stands behind, the tokens of the last entry are computed."""
         *before, last = pieces
         if isinstance(last, Text):
             return [*pieces]
-        token = self.chunk(last.chunk_id).token_ids[last.stop - 1]
-        rest = [SpanRef(last.chunk_id, last.start, last.stop - 1)] if len(last) > 1 else []
-        return [*before, *rest, Text((token,))]
+        stop = last.start + (last.n_entries - 1) * last.ratio
+        tokens = self.chunk(last.chunk_id).token_ids[stop : last.stop]
+        rest = [replace(last, stop=stop)] if stop > last.start else []
+        return [*before, *rest, Text(tokens)]

@@ -8,19 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from coinrag_integrations.engine import gate
 from coinrag_integrations.engine.adapter import Adapter, with_adapter
 from coinrag_integrations.engine.answer import Answer, AnswerStream
 from coinrag_integrations.engine.asking import Asking
+from coinrag_integrations.engine.c2kv.extraction import SlotEncoder
+from coinrag_integrations.engine.c2kv.extractor import Extractor
 from coinrag_integrations.engine.chunking import chunk_document
 from coinrag_integrations.engine.composer import Composer
 from coinrag_integrations.engine.config import EngineConfig
 from coinrag_integrations.engine.conversation import Conversations
 from coinrag_integrations.engine.cost import CostModel
-from coinrag_integrations.engine.encoder import Encoder, batches, encode
+from coinrag_integrations.engine.encoder import Encoder, encode
 from coinrag_integrations.engine.fingerprint import Fingerprint
+from coinrag_integrations.engine.forms import ChunkForms, Forms
 from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, owner_of
 from coinrag_integrations.engine.kept import KeptPrefixes
@@ -33,13 +34,13 @@ from coinrag_integrations.engine.plan import (
     PrefixPlan,
     Text,
     arrange,
-    merge,
 )
 from coinrag_integrations.engine.prefix import Prefix
 from coinrag_integrations.engine.prompt import build_prompt
 from coinrag_integrations.engine.prompt_cache import PromptCache
-from coinrag_integrations.engine.repair import Repair
+from coinrag_integrations.engine.repair import repairs_of
 from coinrag_integrations.engine.runner import StaticRunners
+from coinrag_integrations.engine.source import Source
 from coinrag_integrations.engine.store import (
     Disk,
     Limits,
@@ -51,7 +52,7 @@ from coinrag_integrations.engine.store import (
 from coinrag_integrations.engine.store.disk import KV
 from coinrag_integrations.engine.timings import Stopwatch
 from coinrag_integrations.engine.upload import Uploader
-from coinrag_integrations.errors import ConfigError, RemoteError, StoreError
+from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.types import Chunk, ChunkId, Document, Scope, Span, SpanRef
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Engine:
         limits: Limits | None = None,
         remote: Remote | None = None,
         adapter: Adapter | None = None,
+        extractor: Extractor | None = None,
         add_fingerprint: bool = False,
     ) -> None:
         """Open the store in `folder` (created if needed) for `model`.
@@ -80,10 +82,11 @@ class Engine:
         Only what belongs to `scope` can be seen. `limits` bound the bytes of the whole folder. KV goes
         to `remote` as well, and is read from there when the folder has it no more.
         `adapter` reads what is cached: chunks are encoded by `model` alone, answers computed with it.
+        `extractor` makes the slots that `config.c2kv` asks for (None: untrained ones).
         `add_fingerprint` lets KV of another encoding stand beside what is there.
 
         Raises:
-            ModelError: the adapter belongs to another model.
+            ModelError: the adapter, or the extractor, belongs to another model.
             ConfigError: CUDA graphs without a GPU, or kernels that cannot run here.
             UnsupportedModelError: the model does not pass the correctness gate.
             FingerprintMismatchError: the store was built differently.
@@ -109,9 +112,10 @@ class Engine:
         self.folder = scope_folder(Path(folder), self.scope)
         self.remote, self.cost = remote, CostModel()
         after = self.prompt.head if self.config.context == "after_prompt" else ()
-        self._encode = Encoder(
+        encoder = Encoder(
             model=model, after=after, prompts=self._prompts, kernels=self.kernels, cost=self.cost
         )
+        slots = SlotEncoder.of(model, extractor) if self.config.c2kv else None
         self.catalog, self.store = open_scope(
             self.disk,
             self.scope,
@@ -122,18 +126,22 @@ class Engine:
             memory_bytes=self.config.memory_bytes,
             remote=remote,
         )
-        self._repair = Repair(
-            store=self.store,
-            catalog=self.catalog,
-            disk=self.disk,
-            scope=self.scope,
-            remote=remote,
-            cost=self.cost,
-            chunk_tokens=self.config.chunk_tokens,
-            encode=lambda ids: self._encode([ids])[0],
-            covered=self.covered,
-            is_stored=self.is_stored,
+        beside = {
+            ratio: self.store.beside(self.fingerprint.of_slots(slots.extractor.digest, ratio))
+            for ratio in self.config.c2kv
+            if slots is not None
+        }
+        self.forms = ChunkForms(
+            encoder=encoder,
+            slots=slots,
+            stores={1: self.store, **beside},
+            coverage=self.config.coverage,
+            batch_tokens=self.config.batch_tokens,
         )
+        repairs = repairs_of(
+            self.forms, self.catalog, self.disk, self.scope, remote, self.config.chunk_tokens
+        )
+        self._chunk = repairs[1].chunk
         self._kept = KeptPrefixes(max_bytes=self.config.kept_bytes)
         budget = self.config.max_entries
         self._asking = Asking(
@@ -143,15 +151,20 @@ class Engine:
                 rope=model.rope,
                 kernels=self.kernels,
                 device=model.device,
-                store=self.store,
+                sources={
+                    ratio: Source(
+                        store=it.store,
+                        cost=it.cost,
+                        recompute=it.recompute if self.config.on_miss == "recompute" else None,
+                        decline=it.decline if self.config.load == "auto" else None,
+                    )
+                    for ratio, it in repairs.items()
+                },
                 prompts=self._prompts,
                 uploader=Uploader.of(model.device),
-                cost=self.cost,
             ),
             static=self.static,
             max_entries=model.window if budget is None else min(budget, model.window),
-            recompute=self._repair.recompute if self.config.on_miss == "recompute" else None,
-            decline=self._repair.decline if self.config.load == "auto" else None,
         )
         logger.info("kernels: %s (%s)", self.kernels.name, self.kernels.reason)
 
@@ -172,8 +185,11 @@ class Engine:
     @cached_property
     def handles(self) -> Handles:
         """Writes and reads the handles of this engine's spans."""
-        owner = owner_of(self.scope, self.fingerprint.digest)
-        return Handles(key=self.catalog.secret(), owner=owner, find=self.catalog.find)
+        owners = {
+            ratio: owner_of(self.scope, store.fingerprint.digest)
+            for ratio, store in self.forms.stores.items()
+        }
+        return Handles(key=self.catalog.secret(), owners=owners, find=self.catalog.find)
 
     # -- encoding ------------------------------------------------------------------------------
 
@@ -181,43 +197,29 @@ class Engine:
         """Cut a document into chunks by the model's own tokenizer."""
         return chunk_document(document, self.model.tokenizer, self.config.chunk_tokens, self.scope)
 
-    def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Each chunk with its kv [T, L, 2, H, D], a batch at a time, chunks of like length together.
+    def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Forms]]:
+        """Each chunk in all forms: by ratio its kv [T, L, 2, H, D] (1), or slots. A batch at a time.
 
         Raises:
             BudgetError: a chunk does not fit the model's window.
         """
-        by_length = sorted(chunks, key=len, reverse=True)  # little padding in any batch
-        for run in batches(map(len, by_length), self.config.batch_tokens):
-            batch = [by_length[i] for i in run]
-            ids = [chunk.token_ids for chunk in batch]
-            yield from zip(batch, self._encode(ids), strict=True)
+        return self.forms.encode(chunks)
 
-    def store_chunk(self, chunk: Chunk, kv: torch.Tensor) -> None:
-        """Write what the coverage asks for of a chunk's kv [T, L, 2, H, D]."""
-        self.store.put(chunk.chunk_id, kv, self.covered(chunk))
+    def store_chunk(self, chunk: Chunk, forms: Forms, *, anew: bool = False) -> None:
+        """Write what the coverage asks for of each form that `encode` made, unless it is there."""
+        self.forms.store(chunk, forms, anew=anew)
 
     def covered(self, chunk: Chunk) -> list[Span]:
         """The token ranges to store: the nuggets' union, or everything if there are none."""
-        if self.config.coverage == "all" or not chunk.nuggets:
-            return [Span(0, len(chunk))] if len(chunk) else []
-        return merge([nugget.span for nugget in chunk.nuggets])
+        return self.forms.covered(chunk)
 
     def is_stored(self, chunk: Chunk) -> bool:
-        """Whether the store holds, readable, every token that the coverage asks for.
+        """Whether the store holds, readable and in all forms, every token that the coverage asks for.
 
         Raises:
             RemoteError: the remote storage cannot be reached.
         """
-        try:
-            stored = self.store.header(chunk.chunk_id).ranges
-        except RemoteError:
-            raise
-        except StoreError:
-            return False
-        wanted = self.covered(chunk)
-        covered = all(any(a.start <= b.start and b.stop <= a.stop for a in stored) for b in wanted)
-        return covered and self.store.is_uploaded(chunk.chunk_id)
+        return all(self.forms.is_stored(chunk, ratio) for ratio in self.forms.stores)
 
     def remove_chunk(self, chunk_id: ChunkId) -> None:
         """Remove a chunk's KV of every fingerprint, also from memory. For the one writing process.
@@ -225,7 +227,8 @@ class Engine:
         Raises:
             StoreError: the disk, or the remote storage, refuses.
         """
-        self.store.forget(chunk_id)
+        for store in self.forms.stores.values():
+            store.forget(chunk_id)
         self._kept.forget()
         variants.delete_everywhere(self.folder / KV, chunk_id, self.remote, self.scope)
 
@@ -359,7 +362,7 @@ class Engine:
             ChunkNotFoundError, CorruptChunkError: a chunk is not in the catalog, or damaged there.
             BudgetError: the model's window is too small.
         """
-        context = [Text(self._repair.chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
+        context = [Text(self._chunk(chunk_id).token_ids) for chunk_id in chunk_ids]
         pieces: list[Piece] = [Text(self.prompt.head), *context, Text(self.prompt.tail(question))]
         return self.stream_pieces(pieces, generation)
 
@@ -367,7 +370,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the store and the catalog; the model stays."""
-        self.store.close()
+        self.forms.close()
         self.catalog.close()
 
     def __enter__(self) -> Self:
@@ -385,7 +388,7 @@ class Engine:
             handles=self.handles,
             kept=self._kept,
             prompts=self._prompts,
-            chunk=self._repair.chunk,
+            chunk=self._chunk,
             asking=self._asking,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 FORMAT_VERSION = 2
@@ -25,7 +25,8 @@ class Fingerprint:
     """Everything that changes the bytes of a cached chunk.
 
     `weights`, `tokenizer` and `rope` are hashes; `layout` spells layers, heads and head dimension;
-    `context` is "alone", or "after_prompt:" and the hash of the prompt's token ids.
+    `context` is "alone", or "after_prompt:" and the hash of the prompt's token ids. `extractor` is
+    "none" for tokens' own entries, and "c2kv:", its digest, ":" and the ratio for C2KV's slots.
     """
 
     weights: str
@@ -39,9 +40,19 @@ class Fingerprint:
     format_version: int = FORMAT_VERSION
 
     @property
+    def ratio(self) -> int:
+        """Tokens of an entry: 1, unless entries are slots."""
+        ratio = self.extractor.rpartition(":")[2]
+        return int(ratio) if self.extractor.startswith("c2kv:") and ratio.isdecimal() else 1
+
+    @property
     def digest(self) -> str:
         """SHA-256 over all fields, in hex."""
         return canonical_digest(asdict(self))
+
+    def of_slots(self, extractor: str, ratio: int) -> Fingerprint:
+        """That of slots of so many tokens, made of these entries by the extractor with that digest."""
+        return replace(self, extractor=f"c2kv:{extractor}:{ratio}")
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The names of the fields that differ, in order of declaration."""

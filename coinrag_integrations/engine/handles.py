@@ -13,17 +13,19 @@ import hashlib
 import hmac
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from coinrag_integrations.types import Chunk, Span, SpanRef
 
 # Nothing in them is changed by templates, by HTML escaping or by white space being tidied.
-OPEN, CLOSE = "\u27e6k:", "\u27e6/k\u27e7"  # ⟦k:…⟧ and ⟦/k⟧
-_HANDLE = re.compile("\u27e6k:([a-z2-7]{24})\u27e7")
-_MARKED = re.compile("(\u27e6k:[a-z2-7]{24}\u27e7.*?\u27e6/k\u27e7)", re.DOTALL)
-_ANY = re.compile("\u27e6k:[^\u27e6\u27e7\n]{0,64}\u27e7|\u27e6/k\u27e7")
+# ⟦k:…⟧ and ⟦/k⟧; in front of words that are read as slots of 4 tokens ⟦k4:…⟧.
+OPEN, CLOSE = "\u27e6k:", "\u27e6/k\u27e7"
+_NAME = "([0-9]{0,2}):([a-z2-7]{24})"
+_HANDLE = re.compile(f"\u27e6k{_NAME}\u27e7")
+_MARKED = re.compile("(\u27e6k[0-9]{0,2}:[a-z2-7]{24}\u27e7.*?\u27e6/k\u27e7)", re.DOTALL)
+_ANY = re.compile("\u27e6k[0-9]{0,2}:[^\u27e6\u27e7\n]{0,64}\u27e7|\u27e6/k\u27e7")
 # Bytes of a handle: the chunk id's first ones, start, length, and the keyed hash. 24 letters.
 _ID, _START, _LENGTH, _PROOF = 5, 3, 2, 5
 
@@ -49,24 +51,38 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handles:
-    """Writes and reads the handles of one scope and fingerprint.
+    """Writes and reads the handles of one scope and its fingerprints.
 
-    `find` gives the chunks that are there whose id begins with some hexadecimal digits. `owner` is
-    hashed under `key`, a secret of the store.
+    `find` gives the chunks that are there whose id begins with some hexadecimal digits. `owners`, one for
+    each ratio that spans can be read at, are hashed under `key`, a secret of the store.
     """
 
     key: bytes
-    owner: str
+    owners: Mapping[int, str]
     find: Callable[[str], Sequence[Chunk]]
 
     def handle(self, ref: SpanRef) -> str:
-        """What stands in front of the words of a span; empty for spans of more than 65,535 tokens."""
+        """What stands in front of the words of a span; empty for what no handle can name.
+
+        That is spans of more than 65,535 tokens, and those at a ratio that the store does not have.
+        """
+        name = self.name(ref)
+        return f"{OPEN[:-1]}{name}\u27e7" if name else ""
+
+    def name(self, ref: SpanRef) -> str:
+        """What names a span, where its tokens are shown instead of its words: ":…", or "4:…" at ratio 4.
+
+        Empty as for `handle`.
+        """
+        if ref.ratio not in self.owners:
+            return ""
         try:
             place = ref.start.to_bytes(_START, "big") + len(ref).to_bytes(_LENGTH, "big")
         except OverflowError:
             return ""
         body = bytes.fromhex(ref.chunk_id)[:_ID] + place + self._proof(ref)
-        return f"{OPEN}{base64.b32encode(body).decode().lower()}\u27e7"
+        ratio = "" if ref.ratio == 1 else ref.ratio
+        return f"{ratio}:{base64.b32encode(body).decode().lower()}"
 
     def resolve(self, text: str) -> Resolved:
         """Take a text apart. Never raises because of what a handle says.
@@ -78,7 +94,7 @@ class Handles:
         words, at = "", 0
         while found := _HANDLE.search(text, at):
             words += text[at : found.start()]
-            result = self._read(found[1], text, found.end())
+            result = self._read(found[0][2:-1], text, found.end())
             if isinstance(result, str):
                 refused[result] += 1
                 at = found.end()
@@ -89,18 +105,25 @@ class Handles:
         pieces.append(words + text[at:])
         return Resolved(pieces=tuple(_tidy(pieces)), refused=dict(refused))
 
-    def _read(self, handle: str, text: str, begin: int) -> tuple[SpanRef, int] | Reason:
-        """The span of a handle whose words begin at `begin`, and where they have ended; or why not."""
-        body = base64.b32decode(handle.upper())
+    def named(self, name: str) -> Iterator[tuple[Chunk, SpanRef]]:
+        """Spans of documents that are there, that we named so. Whoever asks compares words or tokens."""
+        found = re.fullmatch(_NAME, name)
+        if found is None:
+            return
+        ratio, body = int(found[1] or 1), base64.b32decode(found[2].upper())
         start = int.from_bytes(body[_ID : _ID + _START], "big")
         length = int.from_bytes(body[_ID + _START : -_PROOF], "big")
-        if not length:
-            return "unknown"
-        reason: Reason = "unknown"
+        if not length or ratio not in self.owners or start % ratio:
+            return
         for chunk in self.find(body[:_ID].hex()):
-            ref = SpanRef(chunk.chunk_id, start, start + length)
-            if not hmac.compare_digest(self._proof(ref), body[-_PROOF:]) or ref.stop > len(chunk):
-                continue
+            ref = SpanRef(chunk.chunk_id, start, start + length, ratio)
+            if hmac.compare_digest(self._proof(ref), body[-_PROOF:]) and ref.stop <= len(chunk):
+                yield chunk, ref
+
+    def _read(self, name: str, text: str, begin: int) -> tuple[SpanRef, int] | Reason:
+        """The span of a handle whose words begin at `begin`, and where they have ended; or why not."""
+        reason: Reason = "unknown"
+        for chunk, ref in self.named(name):
             reason = "altered"
             for words in _words_of(chunk, ref):
                 end = begin + len(words)
@@ -109,7 +132,7 @@ class Handles:
         return reason
 
     def _proof(self, ref: SpanRef) -> bytes:
-        said = f"{self.owner}\n{ref.chunk_id}:{ref.start}:{ref.stop}"
+        said = f"{self.owners[ref.ratio]}\n{ref.chunk_id}:{ref.start}:{ref.stop}"
         return hmac.digest(self.key, said.encode(), "sha256")[:_PROOF]
 
 

@@ -1,7 +1,7 @@
 """What earlier answers stood behind, kept so that a conversation that goes on computes only what is new.
 
-A prefix is an order of *atoms*: tokens of text, and entries of chunks. Rows are the same whenever all
-atoms up to them are, and the position is their number.
+A prefix is an order of *atoms*: tokens of text, entries of chunks, and slots. Rows are the same whenever
+all atoms up to them are, and the position is their number: so nothing is kept of a prefix with slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coinrag_integrations.engine.runner import Runner
 from coinrag_integrations.engine.visibility import HIDDEN
 from coinrag_integrations.types import ChunkId
 
-Atom = int | tuple[ChunkId, int]
+Atom = int | tuple[ChunkId, int, int]  # an id; of an entry the chunk, its first token and the ratio
 Atoms = tuple[Atom, ...]
 
 
@@ -75,7 +75,8 @@ def atoms_of(pieces: Iterable[Piece]) -> Atoms:
         if isinstance(piece, Text):
             atoms += piece.ids
         else:
-            atoms += [(piece.chunk_id, i) for i in range(piece.start, piece.stop)]
+            first = range(piece.start, piece.stop, piece.ratio)
+            atoms += [(piece.chunk_id, i, piece.ratio) for i in first]
     return tuple(atoms)
 
 

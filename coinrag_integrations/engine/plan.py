@@ -11,7 +11,7 @@ placed at `p - (length - n_rows)` and the question starts at row `n_rows`: right
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,10 @@ Piece = Text | SpanRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A span given its place: rows `[row, row + len(ref))`, first logical position `position`."""
+    """A span given its place: rows `[row, row + ref.n_entries)`, first logical position `position`.
+
+    It takes as many positions as it has tokens. A slot stands where the last of its tokens would.
+    """
 
     ref: SpanRef
     row: int
@@ -91,22 +94,30 @@ class PrefixPlan:
     def positions(self) -> NDArray[np.int64]:
         """The position at which each entry is placed, right-aligned: `[n_entries]`."""
         first = self.n_kept + len(self.head)
-        runs = [(0, first), *((s.position, len(s.ref)) for s in self.segments)]
-        return self._placed(runs)
+        runs = ((s.position, len(s.ref), s.ref.ratio) for s in self.segments)
+        return self._placed([(0, first, 1), *runs])
 
     def online_positions(self) -> NDArray[np.int64]:
         """The position of each token of online text, right-aligned: `[n_online]`."""
-        return self._placed([(text.position, len(text.ids)) for text in self.online])
+        return self._placed([(text.position, len(text.ids), 1) for text in self.online])
 
-    def _placed(self, runs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        logical = [np.arange(start, start + length) for start, length in runs]
+    def _placed(self, runs: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+        """Right-aligned positions of runs: the first one, tokens, and how many share an entry."""
+        logical = [
+            first + np.minimum(np.arange(ratio, length + ratio, ratio), length) - 1
+            for first, length, ratio in runs
+        ]
         return np.concatenate([*logical, np.empty(0)]).astype(np.int64) - (
             self.length - self.n_rows
         )
 
 
 def plan_prefix(
-    pieces: Sequence[Piece], *, max_entries: int | None = None, n_kept: int = 0
+    pieces: Sequence[Piece],
+    *,
+    max_entries: int | None = None,
+    window: int | None = None,
+    n_kept: int = 0,
 ) -> PrefixPlan:
     """Put pieces behind each other in the order given, packed without gaps, behind `n_kept` rows.
 
@@ -114,7 +125,7 @@ def plan_prefix(
     has no head, and all of its text is computed online.
 
     Raises:
-        BudgetError: the pieces take more than `max_entries` rows.
+        BudgetError: the pieces take more than `max_entries` rows, or stand for more than `window` tokens.
     """
     head = () if n_kept else head_of(pieces)
     pieces = without(pieces, len(head))
@@ -124,17 +135,11 @@ def plan_prefix(
     for piece in pieces:
         if isinstance(piece, SpanRef):
             segments.append(Segment(ref=piece, row=row, position=position))
-            row += len(piece)
+            row += piece.n_entries
         elif piece.ids:
             online.append(OnlineText(ids=piece.ids, position=position))
         position += len(piece)
-    if max_entries is not None and position > max_entries:
-        n_spans = row - len(head) - n_kept
-        raise BudgetError(
-            f"{n_spans} span entries and {position - n_spans} tokens of other text exceed the "
-            f"budget of {max_entries}: retrieve fewer spans, or raise the budget"
-        )
-    return PrefixPlan(
+    plan = PrefixPlan(
         head=head,
         n_kept=n_kept,
         segments=tuple(segments),
@@ -142,6 +147,18 @@ def plan_prefix(
         n_entries=row,
         length=position,
     )
+    if max_entries is not None and plan.n_rows > max_entries:
+        n_spans = row - len(head) - n_kept
+        raise BudgetError(
+            f"{n_spans} span entries and {plan.n_rows - n_spans} tokens of other text exceed the "
+            f"budget of {max_entries}: retrieve fewer spans, or raise the budget"
+        )
+    if window is not None and position > window:
+        raise BudgetError(
+            f"{plan.n_rows} rows stand for {position} tokens, more than the model's window of "
+            f"{window}: retrieve fewer spans"
+        )
+    return plan
 
 
 def head_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
@@ -151,7 +168,7 @@ def head_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def without(pieces: Sequence[Piece], n: int) -> list[Piece]:
-    """The pieces behind the first `n` tokens and entries of `pieces`."""
+    """The pieces behind the first `n` tokens of `pieces`, none of which are in the middle of slots."""
     rest: list[Piece] = []
     for piece in pieces:
         skipped = min(n, len(piece))
@@ -161,19 +178,24 @@ def without(pieces: Sequence[Piece], n: int) -> list[Piece]:
         if isinstance(piece, Text):
             rest.append(Text(piece.ids[skipped:]))
         else:
-            rest.append(SpanRef(piece.chunk_id, piece.start + skipped, piece.stop))
+            rest.append(replace(piece, start=piece.start + skipped))
     return rest
 
 
 def arrange(refs: Sequence[SpanRef]) -> list[SpanRef]:
     """The order of segments: chunks by first appearance, merged spans by position."""
-    by_chunk: dict[ChunkId, list[Span]] = {}
+    by_chunk: dict[ChunkId, dict[int, list[Span]]] = {}
     for ref in refs:
-        by_chunk.setdefault(ref.chunk_id, []).append(Span(ref.start, ref.stop))
+        by_ratio = by_chunk.setdefault(ref.chunk_id, {})
+        by_ratio.setdefault(ref.ratio, []).append(Span(ref.start, ref.stop))
     return [
-        SpanRef(chunk_id, span.start, span.stop)
-        for chunk_id, spans in by_chunk.items()
-        for span in merge(spans)
+        ref
+        for chunk_id, by_ratio in by_chunk.items()
+        for ref in sorted(
+            SpanRef(chunk_id, span.start, span.stop, ratio)
+            for ratio, spans in by_ratio.items()
+            for span in merge(spans)
+        )
     ]
 
 

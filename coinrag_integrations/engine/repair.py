@@ -6,13 +6,14 @@ What is encoded again is stored again, if that mends something and nobody else i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from coinrag_integrations.engine.chunking import has_its_tokens
 from coinrag_integrations.engine.cost import CostModel
+from coinrag_integrations.engine.forms import ChunkForms
 from coinrag_integrations.engine.store import Catalog, Disk, KVStore, PackedChunk, Remote
 from coinrag_integrations.errors import (
     ChunkNotFoundError,
@@ -30,28 +31,27 @@ _PROBE_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """Chunks of one store, and how to encode them.
+    """Chunks of one store, in the form of one `ratio`, and how to make them."""
 
-    `encode` makes the kv [T, L, 2, H, D] of token ids, `covered` says which ranges of a chunk are
-    stored, `is_stored` whether they are.
-    """
-
-    store: KVStore
+    ratio: int
+    forms: ChunkForms
     catalog: Catalog
     disk: Disk
     scope: Scope
     remote: Remote | None
     cost: CostModel
     chunk_tokens: int
-    encode: Callable[[Sequence[int]], torch.Tensor]
-    covered: Callable[[Chunk], Sequence[Span]]
-    is_stored: Callable[[Chunk], bool]
+
+    @property
+    def store(self) -> KVStore:
+        """Where chunks are stored in this form."""
+        return self.forms.stores[self.ratio]
 
     def decline(self, n_bytes: Mapping[ChunkId, int]) -> Mapping[ChunkId, StoreError]:
         """The chunks that are faster encoded than read from where they are, and by how much."""
         if self.remote is not None and not self.cost.knows_encoding:
             for _ in range(2):  # the first one pays for what is set up once
-                self.encode(range(min(_PROBE_TOKENS, self.chunk_tokens)))
+                self._encode(range(min(_PROBE_TOKENS, self.chunk_tokens)))
         if not self.cost.knows_encoding:
             return {}
         tiers = {chunk_id: self.store.tier(chunk_id) for chunk_id in n_bytes}
@@ -66,12 +66,12 @@ class Repair:
         if isinstance(error, RemoteError):
             logger.warning("encoding chunk %s again: %s", chunk_id, error)
         chunk = self.chunk(chunk_id)
-        kv = self.encode(chunk.token_ids)
-        packed = self.store.pack(kv, self.covered(chunk))
+        kv = self._encode(chunk.token_ids)
+        packed = self.store.pack(kv, self.forms.covered(chunk, self.ratio), len(chunk))
         outside = any(packed.rows(span) is None for span in spans)
         if self._needs_mending(chunk, error):
             self._mend(chunk_id, packed, error)
-        return self.store.pack(kv, [Span(0, len(kv))]) if outside else packed
+        return self.store.pack(kv, [Span(0, len(chunk))], len(chunk)) if outside else packed
 
     def chunk(self, chunk_id: ChunkId) -> Chunk:
         """A chunk out of the catalog, whose tokens are those that its id was made of.
@@ -92,7 +92,11 @@ class Repair:
         """Whether a chunk that was encoded again should be stored."""
         if isinstance(error, RemoteError | SlowReadError):
             return False  # what is stored is in order, only far away
-        return not (isinstance(error, ChunkNotFoundError) and self.is_stored(chunk))
+        is_missing = isinstance(error, ChunkNotFoundError)
+        return not (is_missing and self.forms.is_stored(chunk, self.ratio))
+
+    def _encode(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.forms.one(ids, self.ratio, self.cost)
 
     def _mend(self, chunk_id: ChunkId, packed: PackedChunk, error: StoreError) -> None:
         """Store what had to be encoded again, unless somebody else is writing."""
@@ -105,3 +109,27 @@ class Repair:
                 self.store.put_packed(chunk_id, packed)
             except StoreError as refusal:
                 logger.warning("could not mend chunk %s: %s", chunk_id, refusal)
+
+
+def repairs_of(
+    forms: ChunkForms,
+    catalog: Catalog,
+    disk: Disk,
+    scope: Scope,
+    remote: Remote | None,
+    chunk_tokens: int,
+) -> dict[int, Repair]:
+    """Repairs of each form, by ratio. What slots take to make is measured apart."""
+    return {
+        ratio: Repair(
+            ratio=ratio,
+            forms=forms,
+            catalog=catalog,
+            disk=disk,
+            scope=scope,
+            remote=remote,
+            cost=forms.encoder.cost if ratio == 1 else CostModel(),
+            chunk_tokens=chunk_tokens,
+        )
+        for ratio in forms.stores
+    }

@@ -33,7 +33,6 @@ from coinrag_integrations.engine import (
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain._convert import text_of
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.types import ChunkId, SpanRef
 
 _BETWEEN = "\n\n"
 # Content blocks that say again what `AIMessage.tool_calls` says.
@@ -164,10 +163,8 @@ def _marked(rag: CoinRAG, document: LangDocument) -> str:
     words = text_of(document)
     if not _adapters.is_span(document.metadata):
         return words
-    chunk_id, start, stop = (document.metadata[key] for key in _adapters.SPAN_KEYS[:3])
     try:
-        ref = SpanRef(ChunkId(str(chunk_id)), int(start), int(stop))
-        return mark(rag.engine.handles.handle(ref), words)
+        return mark(rag.engine.handles.handle(_adapters.ref_of(document.metadata)), words)
     except (TypeError, ValueError):
         return words
 

@@ -24,7 +24,8 @@ from coinrag_integrations.engine import GenerationConfig
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain._convert import context_of
 from coinrag_integrations.langchain.retriever import CoinRAGRetriever
-from coinrag_integrations.rag import CoinRAG, ReplyStream
+from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.reply import ReplyStream
 
 T = TypeVar("T")
 

@@ -16,15 +16,16 @@ from pydantic import ConfigDict
 from coinrag_integrations import _adapters
 from coinrag_integrations.langchain._convert import document_of
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.retrieval import Condition, all_of, where_of
+from coinrag_integrations.retrieval import Condition, Form, all_of, where_of
 
 
 class CoinRAGRetriever(BaseRetriever):
     """The nuggets nearest to a question among those of the nearest chunks, best first.
 
-    `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are the store's
-    own if left out, and may be given for one call, as may `filter`, a condition on documents' metadata
-    in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind its
+    In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every
+    `ratio` tokens. `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are
+    the store's own if left out, and may be given for one call, as may `filter`, a condition on documents'
+    metadata in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind its
     handle, from which `ChatCoinRAG` reads KV in any prompt; `render="text"` leaves the handle out, for
     other models and for people. `metadata["coinrag_score"]` is a cosine similarity.
 
@@ -36,6 +37,8 @@ class CoinRAGRetriever(BaseRetriever):
     rag: CoinRAG
     k: int | None = None
     n_chunks: int | None = None
+    form: Form | None = None
+    ratio: int | None = None
     filter: dict[str, Any] | None = None
     render: Literal["marked", "text"] = "marked"
 
@@ -69,6 +72,8 @@ class CoinRAGRetriever(BaseRetriever):
             self.n_chunks if n_chunks is None else n_chunks,
             self.k if k is None else k,
             all_of([where_of(self.filter), where_of(where)]),
+            self.form,
+            self.ratio,
         )
         spans = self.rag.retrieve(query, config=config)
         if self.render == "text":

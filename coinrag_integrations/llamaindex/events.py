@@ -9,7 +9,7 @@ from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base.event import BaseEvent
 
 from coinrag_integrations.engine import AnswerStream
-from coinrag_integrations.rag import ReplyStream
+from coinrag_integrations.reply import ReplyStream
 
 dispatcher = get_dispatcher(__name__)
 

@@ -15,12 +15,14 @@ from coinrag_integrations import _adapters
 from coinrag_integrations.llamaindex._convert import node_of
 from coinrag_integrations.llamaindex._filters import condition_of
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval import Form
 
 
 class CoinRAGRetriever(BaseRetriever):
     """The nuggets nearest to a question among those of the nearest chunks, best first.
 
-    A node's text is the exact text of its span, its score a cosine similarity. LLMs are shown its
+    In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every `ratio`
+    tokens. A node's text is the exact text of its span, its score a cosine similarity. LLMs are shown its
     handle too, from which `CoinRAGLLM` reads KV; other LLMs need `StripHandles` behind the retriever.
     The store's own embedder is used, whatever embedding a `QueryBundle` may bring along. `filters` hold
     for documents' metadata.
@@ -34,6 +36,8 @@ class CoinRAGRetriever(BaseRetriever):
         *,
         n_chunks: int | None = None,
         n_nuggets: int | None = None,
+        form: Form | None = None,
+        ratio: int | None = None,
         filters: MetadataFilters | None = None,
         with_handles: bool = True,
         callback_manager: CallbackManager | None = None,
@@ -43,7 +47,7 @@ class CoinRAGRetriever(BaseRetriever):
         """Widths that are left out are the store's own.
 
         Raises:
-            ConfigError: a width below 1, or a filter that Chroma cannot check.
+            ConfigError: a width below 1, no such form, or a filter that Chroma cannot check.
         """
         super().__init__(
             callback_manager=callback_manager or Settings.callback_manager,
@@ -51,7 +55,9 @@ class CoinRAGRetriever(BaseRetriever):
             verbose=verbose,
         )
         self._rag, self._with_handles = rag, with_handles
-        self._config = _adapters.retrieval_config(rag, n_chunks, n_nuggets, condition_of(filters))
+        self._config = _adapters.retrieval_config(
+            rag, n_chunks, n_nuggets, condition_of(filters), form, ratio
+        )
 
     def _get_prompt_modules(self) -> PromptMixinType:
         return {}

@@ -36,7 +36,8 @@ from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.llamaindex.events import composing
 from coinrag_integrations.llamaindex.llm import CoinRAGLLM, completion_of
 from coinrag_integrations.llamaindex.prompt_helper import MarkedPromptHelper
-from coinrag_integrations.rag import CoinRAG, ReplyStream
+from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.reply import ReplyStream
 from coinrag_integrations.types import ScoredSpan
 
 dispatcher = get_dispatcher(__name__)

@@ -108,8 +108,8 @@ def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
                 lost.append(chunk)
             if on_progress:
                 on_progress(done + 1, len(chunks))
-        for chunk, kv in engine.encode(lost):
-            engine.store_chunk(chunk, kv)
+        for chunk, forms in engine.encode(lost):
+            engine.store_chunk(chunk, forms, anew=True)
         live = {chunk.chunk_id for chunk in chunks}
         try:
             index.probe()
@@ -124,21 +124,26 @@ def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
         ]
         rag.ingestor.put_rows(unindexed)
         index.delete(sorted((rows | nugget_rows) - live))
-        for chunk_id in set(engine.store) - live:
-            engine.remove_chunk(chunk_id)
-        remove_strays(engine.store)
+        for store in engine.forms.stores.values():
+            for chunk_id in set(store) - live:
+                engine.remove_chunk(chunk_id)
+            remove_strays(store)
         return len({chunk.chunk_id for chunk in (*lost, *unindexed)})
 
 
 def _is_whole(engine: Engine, chunk: Chunk) -> bool:
-    """Whether all KV of a chunk is there, or was evicted and need not be."""
-    try:
-        engine.store.verify(chunk.chunk_id)
-    except ChunkNotFoundError:
-        return bool(engine.disk.limits) or engine.is_stored(chunk)
-    except StoreError:
-        return False
-    return engine.is_stored(chunk)
+    """Whether all KV of a chunk is there in all forms, or was evicted and need not be."""
+    for ratio, store in engine.forms.stores.items():
+        try:
+            store.verify(chunk.chunk_id)
+        except ChunkNotFoundError:
+            if engine.disk.limits:
+                continue
+        except StoreError:
+            return False
+        if not engine.forms.is_stored(chunk, ratio):
+            return False
+    return True
 
 
 def _verify(scope: OpenScope, full: bool, on_progress: OnProgress | None) -> ScopeReport:

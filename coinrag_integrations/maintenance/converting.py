@@ -80,7 +80,8 @@ def _convert(source: KVStore, target: KVStore, chunk_id: ChunkId) -> None:
             return
     except StoreError:
         return  # of no use as it is: encoded again when it is asked for
-    stage = source.stage([SpanRef(chunk_id, span.start, span.stop) for span in header.ranges])
+    ratio = source.codec.ratio
+    stage = source.stage([SpanRef(chunk_id, it.start, it.stop, ratio) for it in header.ranges])
     if source.read(stage).errors:
         return
     entries = stage.entries(slice(None))

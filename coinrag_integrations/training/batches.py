@@ -24,17 +24,18 @@ def losses(
     windows: Sequence[int | None],
 ) -> torch.Tensor:
     """Mean nats a token of each sample's answer, in one pass behind their entries `kvs`: fp32 [B]."""
-    return nats(*answer_logits(model, samples, kvs, windows))
+    logits, answers, _ = online_logits(model, samples, kvs, windows)
+    return nats(logits, answers)
 
 
 def nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each line's targets: see `answer_logits`; fp32 [B]."""
+    """Mean cross-entropy of each line's targets: see `online_logits`; fp32 [B]."""
     each = cross_entropy(logits.mT, targets, ignore_index=_NOTHING, reduction="none")
     return each.sum(1) / (targets != _NOTHING).sum(1)
 
 
 def divergences(logits: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean nats a token from what a teacher [B, n, V] says at the answers' tokens to logits: fp32 [B]."""
+    """Mean nats a token from what a teacher [B, n, V] says at some tokens to logits: fp32 [B]."""
     each = kl_div(
         logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
     ).sum(-1)
@@ -42,29 +43,39 @@ def divergences(logits: torch.Tensor, teacher: torch.Tensor, targets: torch.Tens
     return (each * there).sum(1) / there.sum(1)
 
 
-def answer_logits(
+def online_logits(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     kvs: Sequence[torch.Tensor],
     windows: Sequence[int | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits fp32 [B, n, V] from which each token of the answers would be chosen, and these tokens [B, n].
+    *,
+    with_questions: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits fp32 [B, n, V] from which tokens would be chosen, and these: of answers, of questions [B, n].
 
     One pass behind the samples' entries `kvs`. Entries are padded behind, ids before, so that answers
-    end together; before a shorter answer there are logits that count nowhere.
+    end together; n is that of the longest answer, or `with_questions` of all that is computed.
     """
-    device, ends = kvs[0].device, max(sample.n_answer for sample in samples)
-    targets = _padded([sample.ids[-sample.n_answer :] for sample in samples], _NOTHING).to(device)
+    device = kvs[0].device
+    answers = _padded([sample.ids[-sample.n_answer :] for sample in samples], _NOTHING)
+    asked = [
+        [*sample.ids[1 : -sample.n_answer], *[_NOTHING] * sample.n_answer] for sample in samples
+    ]
+    questions, ends = _padded(asked, _NOTHING), answers.shape[1]
+    if with_questions:
+        ends = questions.shape[1]
+        answers = pad(answers, (ends - answers.shape[1], 0), value=_NOTHING)
+    targets = (answers.to(device), questions[:, -ends:].to(device))
     ids = _padded([sample.ids[:-1] for sample in samples], 0).to(device)
     if len(samples) == 1 and samples[0].is_plain:  # the model's own mask is right, and faster
-        return logits_behind(model, ids, kvs[0], ends), targets
+        return logits_behind(model, ids, kvs[0], ends), *targets
     n_rows = max(kv.shape[4] for kv in kvs)
     kv = torch.cat([pad(it, (0, 0, 0, n_rows - it.shape[4])) for it in kvs], dim=2)
     rows = _padded([sample.rows for sample in samples], HIDDEN, behind=True).to(device)
     at = _padded([sample.at[:-1] for sample in samples], HIDDEN).to(device)
     seen = visible(torch.cat((rows, at), dim=1), at, windows)
     positions = at.masked_fill(at == HIDDEN, 0)
-    return logits_behind(model, ids, kv, ends, positions, seen), targets
+    return logits_behind(model, ids, kv, ends, positions, seen), *targets
 
 
 def composed(model: LoadedModel, source: Source) -> torch.Tensor:

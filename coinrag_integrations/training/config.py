@@ -27,8 +27,8 @@ class ReaderConfig:
     `through_cache` lets gradients flow through what was encoded. "links": the embeddings of `n_links`
     tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
     model and a reader that stay as they are: slots begin as `init` says; a sample has a random number of
-    chunks, and one of `ratios`. Beside the answer's likelihood it is taught, with weight `kl`, what the
-    reader says behind the same chunks uncompressed.
+    chunks, and one of `ratios`. Beside the answer's likelihood it is taught what the reader says behind
+    the same chunks uncompressed, with weight `kl` at the answer, and `kl_question` at the question.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
     "spans", through what is trained: the twin to compare with. `n_passages` of an example's are
@@ -55,6 +55,7 @@ class ReaderConfig:
     init: Init = "last"
     ratios: tuple[int, ...] = (4,)
     kl: float = 1.0
+    kl_question: float = 2.0
     learning_rate: float = 4e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -105,8 +106,10 @@ class ReaderConfig:
             context="chunks",
             shuffle=1.0,
             ratios=ratios,
+            n_passages=5,
             rank=32,
             alpha=64,
+            learning_rate=2e-3,
             n_examples=n_examples,
         )
 
@@ -120,9 +123,10 @@ class ReaderConfig:
             raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
         if self.kind == "c2kv" and (self.context != "chunks" or not self.ratios):
             raise ConfigError("slots stand for whole chunks: use context='chunks', and some ratios")
-        if any(ratio < 1 for ratio in self.ratios) or self.kl < 0:
+        if any(ratio < 1 for ratio in self.ratios) or min(self.kl, self.kl_question) < 0:
             raise ConfigError(
-                f"ratios {self.ratios} must be at least 1, and kl={self.kl} at least 0"
+                f"ratios {self.ratios} must be at least 1, kl={self.kl} and "
+                f"kl_question={self.kl_question} at least 0"
             )
         if self.through_cache and (self.kind != "full" or self.context == "text"):
             raise ConfigError("through_cache needs kind='full', and a context that is composed")

@@ -22,7 +22,7 @@ from coinrag_integrations.engine.c2kv.extractor import (
     projections,
     save_extractor,
 )
-from coinrag_integrations.training.batches import answer_logits, divergences, losses, nats
+from coinrag_integrations.training.batches import divergences, losses, nats, online_logits
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.samples import Sample, Slots
 
@@ -42,7 +42,9 @@ class _Changed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the layer gives, and the change."""
-        change = x @ self.a.T.to(x.dtype) @ self.b.T.to(x.dtype)  # as it is served, and fast in bf16
+        change = (
+            x @ self.a.T.to(x.dtype) @ self.b.T.to(x.dtype)
+        )  # as it is served, and fast in bf16
         return self.linear(x) + self.scale * change  # type: ignore[no-any-return]
 
 
@@ -75,17 +77,29 @@ class SlotLearner:
         return losses(self.reader.hf, samples, kvs, self.base.layer_windows)
 
     def objective(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """The losses, and how far the reader is from what it says behind whole chunks."""
-        windows, kvs = self.base.layer_windows, [self.composed(it) for it in _slots(samples)]
-        logits, targets = answer_logits(self.reader.hf, samples, kvs, windows)
-        loss = nats(logits, targets)
-        if self.config.kl == 0:
+        """The losses, and how far the reader is from what it says behind whole chunks.
+
+        It reads the question too: an answer has a few tokens, and what follows in a question tells as well
+        what stands in the chunks.
+        """
+        config, windows = self.config, self.base.layer_windows
+        kvs, asked = [self.composed(it) for it in _slots(samples)], config.kl_question > 0
+        logits, answers, questions = online_logits(
+            self.reader.hf, samples, kvs, windows, with_questions=asked
+        )
+        loss = nats(logits, answers)
+        if config.kl == config.kl_question == 0:
             return loss
         with torch.no_grad():
             wholes = [self.whole(slots) for slots in _slots(samples)]
             unpacked = [_behind(s, kv.shape[4]) for s, kv in zip(samples, wholes, strict=True)]
-            teacher, _ = answer_logits(self.reader.hf, unpacked, wholes, windows)
-        return loss + self.config.kl * divergences(logits, teacher, targets)
+            teacher, *_ = online_logits(
+                self.reader.hf, unpacked, wholes, windows, with_questions=asked
+            )
+        for weight, where in ((config.kl, answers), (config.kl_question, questions)):
+            if weight:
+                loss = loss + weight * divergences(logits, teacher, where)
+        return loss
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The extractor in the model's dtype, and what it belongs to."""

@@ -48,7 +48,7 @@ def handles(*chunks: Chunk, key: bytes = b"k", owner: str = "a.b fingerprint") -
     there = chunks or (CHUNK,)
     return Handles(
         key=key,
-        owner=owner,
+        owners={1: owner, 4: f"{owner} in slots"},
         find=lambda digits: [chunk for chunk in there if chunk.chunk_id.startswith(digits)],
     )
 

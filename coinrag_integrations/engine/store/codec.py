@@ -8,6 +8,7 @@ consecutive stored entries.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from coinrag_integrations.engine.kernels import Bits, Quantise
 from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.errors import StoreError
+from coinrag_integrations.types import Span
 
 Memory = NDArray[np.uint8]
 CodecName = Literal["none", "int8", "int4"]
@@ -56,10 +58,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Codec:
-    """How entries of one layout are stored."""
+    """How entries of one layout are stored: one for each token, or a slot for every `ratio` of them."""
 
     name: CodecName
     layout: KVLayout
+    ratio: int = 1
 
     @property
     def bits(self) -> Bits:
@@ -83,6 +86,29 @@ class Codec:
             Part("value_scales", (2, n_layers, n_heads), SCALE_DTYPE),
             Part("key_scales", (2, n_layers, n_heads, dim), SCALE_DTYPE, self.group),
         )
+
+    def rows(self, ranges: Sequence[Span], span: Span) -> slice | None:
+        """The entries of `ranges` (of tokens, one behind the other) that hold the tokens of `span`.
+
+        None if some are not among them, or if it cuts a slot.
+        """
+        first = 0
+        for covered in ranges:
+            if covered.start <= span.start and span.stop <= covered.stop:
+                start, stop = span.start - covered.start, span.stop - covered.start
+                cut = start % self.ratio or (span.stop != covered.stop and stop % self.ratio)
+                n_before = start // self.ratio
+                return None if cut else slice(first + n_before, first + self.entries(stop))
+            first += self.entries(len(covered))
+        return None
+
+    def entries(self, n_tokens: int) -> int:
+        """Entries of so many consecutive tokens."""
+        return -(-n_tokens // self.ratio)
+
+    def n_entries(self, ranges: Iterable[Span]) -> int:
+        """Entries of ranges of tokens."""
+        return sum(self.entries(len(covered)) for covered in ranges)
 
     def n_bytes(self, n_entries: int) -> int:
         """Bytes of so many consecutive entries, with their scales, without checksums and header."""

@@ -32,7 +32,7 @@ from coinrag_integrations.engine.store.memory import MemoryTier
 from coinrag_integrations.engine.store.near import NearChunks, ReadReport
 from coinrag_integrations.engine.store.remote import Remote
 from coinrag_integrations.engine.store.stage import Stage
-from coinrag_integrations.errors import ChunkNotFoundError, StoreError
+from coinrag_integrations.errors import ChunkNotFoundError, SpanError, StoreError
 from coinrag_integrations.types import ChunkId, Scope, Span, SpanRef
 
 Tier = Literal["disk", "remote"]
@@ -52,12 +52,14 @@ class KVStore:
         disk: Disk | None = None,
         quantise: Quantise = reference_quantise,
         memory_bytes: int = 0,
+        memory: MemoryTier | None = None,
         remote: Remote | None = None,
         n_threads: int = 8,
     ) -> None:
         """Open the folder `root`, creating it if it is not there.
 
-        What is put goes to `remote` as well; what is not in the folder is read from there.
+        What is put goes to `remote` as well; what is not in the folder is read from there. `memory` is
+        shared with other stores of the same chunks, instead of `memory_bytes` of its own.
 
         Raises:
             FingerprintMismatchError: its chunks were encoded differently; names the fields.
@@ -66,7 +68,8 @@ class KVStore:
         if fingerprint.codec not in CODECS:
             raise StoreError(f"codec {fingerprint.codec!r} is not one of {', '.join(CODECS)}")
         self.root, self.fingerprint, self.scope = root, fingerprint, scope or Scope()
-        self.codec, self.disk = Codec(fingerprint.codec, layout), disk or Disk(root)
+        self.codec = Codec(fingerprint.codec, layout, fingerprint.ratio)
+        self.disk = disk or Disk(root)
         self._digest, self._quantise = fingerprint.digest, quantise
         variants.claim(root, fingerprint)
         self._near = NearChunks(
@@ -74,14 +77,32 @@ class KVStore:
             codec=self.codec,
             digest=self._digest,
             disk=self.disk,
-            memory=MemoryTier(max_bytes=memory_bytes),
+            memory=memory or MemoryTier(max_bytes=memory_bytes),
         )
+        self._remote = remote
         self._far = (
             FarChunks(remote=remote, scope=self.scope, codec=self.codec, digest=self._digest)
             if remote
             else None
         )
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="coinrag-read")
+
+    def beside(self, fingerprint: Fingerprint) -> KVStore:
+        """The store of the same chunks in another form, beside this one; opened, or begun.
+
+        Raises:
+            StoreError: the folder cannot be read or created.
+        """
+        return KVStore(
+            variants.choose_variant(self.root.parent, fingerprint, add=True),
+            self.layout,
+            fingerprint,
+            scope=self.scope,
+            disk=self.disk,
+            quantise=self._quantise,
+            memory=self._near.memory,
+            remote=self._remote,
+        )
 
     @property
     def layout(self) -> KVLayout:
@@ -110,25 +131,38 @@ class KVStore:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def pack(self, kv: torch.Tensor, ranges: Sequence[Span]) -> PackedChunk:
-        """What would be stored of a chunk's kv [T, L, 2, H, D], on any device, for these ranges.
+    def pack(
+        self, kv: torch.Tensor, ranges: Sequence[Span], n_tokens: int | None = None
+    ) -> PackedChunk:
+        """What would be stored of a chunk's kv, on any device, for these ranges of tokens.
+
+        kv [T, L, 2, H, D] are the entries of all of its `n_tokens` (T if left out), or slots [S, ...].
 
         Raises:
             StoreError: the codec cannot hold these numbers.
         """
-        covered = [kv[span.start : span.stop] for span in ranges]
+        n_tokens = len(kv) if n_tokens is None else n_tokens
+        whole = [Span(0, n_tokens)] if n_tokens else []
+        rows = [self.codec.rows(whole, span) or slice(0, 0) for span in ranges]
+        covered = [kv[it] for it in rows]
         entries = torch.cat(covered) if covered else kv[:0]
-        return self.pack_entries(entries, ranges, len(kv))
+        return self.pack_entries(entries, ranges, n_tokens)
 
     def pack_entries(
         self, entries: torch.Tensor, ranges: Sequence[Span], n_tokens: int
     ) -> PackedChunk:
         """Like `pack`, of the entries [E, L, 2, H, D] of the ranges alone."""
         parts = self.codec.pack(entries, self._quantise)
-        return PackedChunk(n_tokens=n_tokens, ranges=tuple(ranges), parts=parts)
+        return PackedChunk(n_tokens=n_tokens, ranges=tuple(ranges), parts=parts, codec=self.codec)
 
-    def put(self, chunk_id: ChunkId, kv: torch.Tensor, ranges: Sequence[Span]) -> None:
-        """Store the tokens in `ranges` (disjoint, in order) of a chunk's kv [T, L, 2, H, D].
+    def put(
+        self,
+        chunk_id: ChunkId,
+        kv: torch.Tensor,
+        ranges: Sequence[Span],
+        n_tokens: int | None = None,
+    ) -> None:
+        """Store the tokens in `ranges` (disjoint, in order) of a chunk's kv [T, L, 2, H, D]: see `pack`.
 
         Replaces what was there. The file appears whole or not at all.
 
@@ -137,12 +171,12 @@ class KVStore:
                 no room; nothing is left behind.
             RemoteError: the remote storage refuses; the local file stays.
         """
-        self.put_packed(chunk_id, self.pack(kv, ranges))
+        self.put_packed(chunk_id, self.pack(kv, ranges, n_tokens))
 
     def put_packed(self, chunk_id: ChunkId, chunk: PackedChunk) -> None:
         """Like `put`, of what is packed already."""
         path = self.path(chunk_id)
-        n_entries = sum(map(len, chunk.ranges))
+        n_entries = self.codec.n_entries(chunk.ranges)
         n_bytes = chunk_bytes(self.codec, n_entries) + _HEADER_ROOM
         with self.disk.room(self.scope.tenant, n_bytes):
             try:
@@ -199,7 +233,17 @@ class KVStore:
         return "disk" if chunk_id in self or self._far is None else "remote"
 
     def stage(self, refs: Sequence[SpanRef], *, pin: bool = False) -> Stage:
-        """Room for spans, one behind the other; `pin` its memory, so that a GPU can fetch it."""
+        """Room for spans, one behind the other; `pin` its memory, so that a GPU can fetch it.
+
+        Raises:
+            SpanError: a span is to be read at another ratio than this store's.
+        """
+        for ref in refs:
+            if ref.ratio != self.codec.ratio:
+                raise SpanError(
+                    f"span {ref} wants an entry for every {ref.ratio} tokens, the store {self.root} has "
+                    f"one for every {self.codec.ratio}"
+                )
         return Stage.allocate(self.codec, refs, pin=pin)
 
     def read(

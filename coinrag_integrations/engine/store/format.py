@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,15 +47,16 @@ Pread = Callable[[int, int], bytes]  # (n_bytes, offset)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedChunk:
-    """What is to be stored of a chunk: the entries of `ranges` (disjoint, in order) as `parts`."""
+    """What is to be stored of a chunk: entries of `ranges` of tokens (disjoint, in order) as `parts`."""
 
     n_tokens: int
     ranges: tuple[Span, ...]
     parts: Mapping[str, torch.Tensor]
+    codec: Codec
 
     def rows(self, span: Span) -> slice | None:
         """The entries that hold the tokens of `span`; None if some are not among them."""
-        return rows_of(self.ranges, span)
+        return self.codec.rows(self.ranges, span)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,37 +79,30 @@ class ChunkHeader:
     ranges: tuple[Span, ...]
     parts: Mapping[str, PartOnDisk]
     identity: Identity
+    codec: Codec
 
     @property
     def n_entries(self) -> int:
         """Entries that are stored."""
-        return sum(map(len, self.ranges))
+        return self.codec.n_entries(self.ranges)
 
     def rows(self, span: Span) -> slice:
         """The entries that hold the tokens of `span`.
 
         Raises:
-            ChunkNotFoundError: some of these tokens are not stored.
+            ChunkNotFoundError: some of these tokens are not stored, or a slot would be cut.
         """
-        rows = rows_of(self.ranges, span)
+        rows = self.codec.rows(self.ranges, span)
         if rows is None:
             raise ChunkNotFoundError(
                 f"tokens [{span.start}, {span.stop}) of chunk {self.chunk_id} are not stored: only "
                 "the covered ranges of its nuggets are. Build the store with coverage 'all' to keep "
                 "them"
+                if self.codec.ratio == 1
+                else f"tokens [{span.start}, {span.stop}) of chunk {self.chunk_id} are no slots: these "
+                f"stand for {self.codec.ratio} of its {self.n_tokens} tokens each"
             )
         return rows
-
-
-def rows_of(ranges: Sequence[Span], span: Span) -> slice | None:
-    """Which of the entries of `ranges`, one behind the other, hold the tokens of `span`."""
-    first = 0
-    for covered in ranges:
-        if covered.start <= span.start and span.stop <= covered.stop:
-            start = first + span.start - covered.start
-            return slice(start, start + len(span))
-        first += len(covered)
-    return None
 
 
 def row_checksums(rows: Memory) -> NDArray[np.uint64]:
@@ -197,9 +191,12 @@ def parse_header(
             raise _corrupt(path, f"its {name} is {meta.get(name)!r:.80}, expected {value!r}")
     if not disjoint or (ranges and ranges[-1].stop > n_tokens):
         raise _corrupt(path, f"its ranges are not ranges of {n_tokens} tokens")
-    if sum(map(len, ranges)) > _MAX_ENTRIES:
+    if any(span.start % codec.ratio for span in ranges):
+        raise _corrupt(path, f"its ranges do not begin with slots of {codec.ratio} tokens")
+    n_entries = codec.n_entries(ranges)
+    if n_entries > _MAX_ENTRIES:
         raise _corrupt(path, f"it describes more than {_MAX_ENTRIES} entries")
-    extents = _extents(path, header, codec, sum(map(len, ranges)), n_bytes - start)
+    extents = _extents(path, header, codec, n_entries, n_bytes - start)
     checksums: dict[str, NDArray[np.uint64]] = {}
     for part in codec.parts:
         extent = extents[f"{part.name}.xxh3"]
@@ -216,6 +213,7 @@ def parse_header(
             for name, sums in checksums.items()
         },
         identity=identity_,
+        codec=codec,
     )
 
 

@@ -32,10 +32,11 @@ class Stage:
     @classmethod
     def allocate(cls, codec: Codec, refs: Sequence[SpanRef], *, pin: bool = False) -> Stage:
         """An uninitialised stage; `pin` its memory, so that a GPU can fetch it meanwhile."""
-        rows = tuple(_behind_each_other(map(len, refs)))
+        lengths = [ref.n_entries for ref in refs]
+        rows = tuple(_behind_each_other(lengths))
         # A span of n entries that starts anywhere touches at most so many groups.
         groups = tuple(
-            _behind_each_other((len(ref) + codec.group - 2) // codec.group + 1 for ref in refs)
+            _behind_each_other((n + codec.group - 2) // codec.group + 1 for n in lengths)
         )
         sizes = {True: rows[-1].stop if rows else 0, False: groups[-1].stop if groups else 0}
         tensors = {

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from coinrag_integrations.engine import Engine, EngineConfig, LoadedModel
 from coinrag_integrations.engine.fingerprint import canonical_digest
+from coinrag_integrations.engine.forms import Forms
 from coinrag_integrations.engine.plan import merge
 from coinrag_integrations.engine.store.codec import chunk_bytes
 from coinrag_integrations.errors import ConfigError
@@ -199,7 +198,7 @@ class _WatchedEngine:
         yield from chunks
         self._laps.begin(OTHER)
 
-    def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def encode(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Forms]]:
         self._laps.begin(KV)
         return self._engine.encode(chunks)  # and all that is done with it, until it is indexed
 

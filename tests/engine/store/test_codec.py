@@ -77,7 +77,10 @@ def test_codes_and_scales_of_any_span_are_those_of_the_covered_entries(
         refs = data.draw(st.lists(inside(ranges), min_size=1, max_size=5))
         stage = read_stage(store, *refs)
         packed = PackedChunk(
-            n_tokens=N, ranges=tuple(ranges), parts=store.codec.pack(covered(kv, ranges), quantise)
+            n_tokens=N,
+            ranges=tuple(ranges),
+            parts=store.codec.pack(covered(kv, ranges), quantise),
+            codec=store.codec,
         )
         assert_holds(store, stage.entries(slice(None)), refs, packed)
         few = data.draw(st.slices(len(refs)).filter(lambda s: s.step in (None, 1)))

@@ -61,7 +61,8 @@ def reread(path, token: int) -> torch.Tensor:
 def write(path, kv: torch.Tensor, ranges: list[Span]) -> None:
     """What a store writes of a chunk with codec "none"."""
     entries = torch.cat([kv[:0], *(kv[span.start : span.stop] for span in ranges)])
-    chunk = PackedChunk(n_tokens=len(kv), ranges=tuple(ranges), parts={"kv": entries})
+    parts, codec = {"kv": entries}, Codec("none", LAYOUT)
+    chunk = PackedChunk(n_tokens=len(kv), ranges=tuple(ranges), parts=parts, codec=codec)
     write_chunk(path, ID, chunk, FINGERPRINT.digest)
 
 

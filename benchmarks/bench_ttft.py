@@ -148,13 +148,13 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def random_model(name: str, device: torch.device) -> LoadedModel:
+def random_model(name: str, device: torch.device, window: int = 8192) -> LoadedModel:
     """A model of that shape, made where it will run, in the dtype that the engine would choose."""
     config_class, theta, sizes = SHAPES[name]
     config = config_class(
         **dict(zip(_SIZES, sizes, strict=True)),
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        max_position_embeddings=8192,
+        max_position_embeddings=window,
         bos_token_id=None,
         eos_token_id=None,  # nothing ends an answer early
     )

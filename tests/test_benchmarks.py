@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def run(monkeypatch, capsys, name: str, *arguments: str) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # as it is for who runs one
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -32,3 +33,15 @@ def test_ttft_is_split_into_its_parts(monkeypatch, capsys):
     floor = result["ms"]["weights"][0] + result["ms"]["bytes"][0]
     assert abs(result["floor_ms"] - floor) < 0.01
     assert result["engine_ms"]["eager"]["ttft_ms"] >= result["engine_ms"]["eager"]["prefill_ms"]
+
+
+def test_decode_reads_fewer_bytes_behind_slots(monkeypatch, capsys, tmp_path):
+    plot = tmp_path / "decode.png"
+    options = ("--shape", "tiny", "--device", "cpu", "--rounds", "1", "--plot", str(plot))
+    report = run(monkeypatch, capsys, "bench_decode.py", *options, "--lengths", "64", "256")
+    decode = report["decode"]
+    assert set(decode) == {"full KV", "c2kv:4", "c2kv:8"}
+    entries = {name: it["256"]["bytes"] - it["64"]["bytes"] for name, it in decode.items()}
+    assert entries["full KV"] == 4 * entries["c2kv:4"] == 8 * entries["c2kv:8"] > 0
+    assert all(ms > 0 for it in decode.values() for row in it.values() for ms in row["ms"])
+    assert plot.stat().st_size > 1000

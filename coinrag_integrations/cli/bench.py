@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from coinrag_integrations.cli.demo import open_demo
-from coinrag_integrations.cli.options import DemoModel, DemoStore, Json
+from coinrag_integrations.cli.options import DemoModel, DemoStore, Json, parse_ratios
 from coinrag_integrations.cli.output import Output, megabytes
+
+if TYPE_CHECKING:
+    from coinrag_integrations.evaluation.data import Example
+    from coinrag_integrations.rag import CoinRAG
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -28,17 +34,40 @@ def ttft(
     n_questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 40,
     n_chunks: Annotated[int, typer.Option("--n-chunks", min=1)] = 4,
     n_nuggets: Annotated[int, typer.Option("--n-nuggets", min=1)] = 10,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data", help="Files of questions (.jsonl), whose passages are the documents."
+        ),
+    ] = None,
+    c2kv: Annotated[
+        str,
+        typer.Option("--c2kv", help="With --data: slots too, one for so many tokens: 4, or 4,8."),
+    ] = "",
+    extractor: Annotated[
+        str | None, typer.Option(help="The folder of what makes them, or 'untrained'.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Time to first token: full prefill, whole-chunk KV and spans of the same 512-token chunks."""
+    """Time to first token: full prefill, whole-chunk KV and spans of the same 512-token chunks.
+
+    With --data it is measured on passages as they are, in a store that is made for it and thrown away.
+    """
     output = Output(as_json=json)
     from coinrag_integrations.demo.data import demo_questions
+    from coinrag_integrations.errors import ConfigError
     from coinrag_integrations.evaluation import measure_ttft
+    from coinrag_integrations.evaluation.data import read_examples
 
-    questions = [item.question for item in demo_questions()[:n_questions]]
+    if c2kv and not data:
+        raise ConfigError("--c2kv needs --data: a store with slots is made for it")
+    examples = read_examples(data, n_questions) if data else []
+    questions = [it.question for it in examples or demo_questions()[:n_questions]]
     n_warmup = 2
     with (
-        open_demo(output, store, model) as rag,
+        _passages(output, examples, model, parse_ratios("--c2kv", c2kv), extractor)
+        if examples
+        else open_demo(output, store, model) as rag,
         output.counting("measuring", len(questions) + n_warmup) as progress,
     ):
         report = measure_ttft(
@@ -46,11 +75,13 @@ def ttft(
             questions,
             n_chunks=n_chunks,
             n_nuggets=n_nuggets,
+            full_size=not data,
             n_warmup=n_warmup,
             on_progress=lambda done: progress.update(progress.task_ids[0], completed=done),
         )
     table = Table(
-        "method", "P50 ms", "mean ms", "P99 ms", "entries", "read", title=f"TTFT, n = {report.n}"
+        *("method", "P50 ms", "mean ms", "P99 ms", "load", "compose", "prefill", "entries", "read"),
+        title=f"TTFT, n = {report.n}; parts are medians",
     )
     for name, method in report.methods.items():
         t = method.ttft_ms
@@ -59,11 +90,12 @@ def ttft(
             f"{t.p50:.1f}",
             f"{t.mean:.1f}",
             f"{t.p99:.1f}",
+            *(f"{ms:.1f}" for ms in method.parts_ms.values()),
             f"{method.entries:.0f}",
             megabytes(method.bytes_read),
         )
     floor = report.floor_ms
-    table.add_row("floor", f"{floor.p50:.1f}", f"{floor.mean:.1f}", f"{floor.p99:.1f}", "", "")
+    table.add_row("floor", f"{floor.p50:.1f}", f"{floor.mean:.1f}", f"{floor.p99:.1f}")
     output.say(table)
     parts = ", ".join(f"{name} {ms:.1f}" for name, ms in report.spans_breakdown_ms.items())
     output.say(
@@ -71,6 +103,31 @@ def ttft(
         f"{report.speedup['p99']} at P99"
     )
     output.result(report.to_dict())
+
+
+@contextmanager
+def _passages(
+    output: Output,
+    examples: Sequence[Example],
+    model: str,
+    ratios: tuple[int, ...],
+    extractor: str | None,
+) -> Iterator[CoinRAG]:
+    """A store of the passages of questions, every token and slot kept, gone behind the block."""
+    from coinrag_integrations.engine import EngineConfig
+    from coinrag_integrations.rag import CoinRAG
+    from coinrag_integrations.types import Document
+
+    texts = dict.fromkeys(document.text for it in examples for document in it.documents)
+    config = EngineConfig(coverage="all", c2kv=ratios)
+    with tempfile.TemporaryDirectory(prefix="coinrag-", ignore_cleanup_errors=True) as folder:
+        with output.console.status("loading the model …"):
+            rag = CoinRAG.open(folder, model=model, config=config, extractor=extractor)
+        with rag:
+            documents = [Document(document_id=str(i), text=text) for i, text in enumerate(texts)]
+            with output.ingesting(len(documents)) as show:
+                rag.add(documents, show)
+            yield rag
 
 
 @app.command()

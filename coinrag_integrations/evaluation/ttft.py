@@ -1,4 +1,4 @@
-"""Time to first token: full prefill, whole-chunk KV and spans, on the same chunks in one run.
+"""Time to first token: full prefill, whole-chunk KV, spans and slots, on the same chunks in one run.
 
 The floor is what no way of caching can beat: the question prefilled on a prefix that already lies in
 memory. Retrieval is the same for all and is left out.
@@ -21,9 +21,11 @@ from coinrag_integrations.engine.generation import generate
 from coinrag_integrations.engine.timings import Stopwatch, Timings
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval.forms import of_chunks
 from coinrag_integrations.types import ScoredSpan
 
 _ONE_TOKEN = GenerationConfig(max_new_tokens=1)
+_PARTS = ("load", "compose", "prefill")
 _PACKAGES = ("torch", "transformers", "safetensors", "chromadb", "numpy")
 
 
@@ -44,9 +46,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodReport:
-    """One way of answering: its TTFT, and the mean entries and bytes it read from the store."""
+    """One way of answering: its TTFT and the medians of its parts, the mean entries and bytes it read."""
 
     ttft_ms: Spread
+    parts_ms: dict[str, float]
     entries: float
     bytes_read: float
 
@@ -76,6 +79,7 @@ class _Samples:
     def report(self) -> MethodReport:
         return MethodReport(
             ttft_ms=Spread.of([t.ttft_ms for t in self.timings]),
+            parts_ms={part: self.median(f"{part}_ms") for part in _PARTS},
             entries=float(np.mean(self.entries)),
             bytes_read=float(np.mean([t.bytes_read for t in self.timings])),
         )
@@ -90,13 +94,15 @@ def measure_ttft(
     *,
     n_chunks: int = 4,
     n_nuggets: int = 10,
+    full_size: bool = True,
     n_warmup: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> TTFTReport:
     """Measure every method once for every question, in turn, after `n_warmup` rounds.
 
-    Every question gets its `n_chunks` nearest chunks of full size, and the `n_nuggets` nearest
-    nuggets of those.
+    Every question gets its `n_chunks` nearest chunks (of `full_size` alone, unless others will do), and
+    the `n_nuggets` nearest nuggets of those. Of a store with slots, those of each ratio are measured too
+    ("c2kv:4"), and of the first one the best chunk whole with slots of the others ("hybrid:4").
 
     Raises:
         ConfigError: no questions, or a store without whole chunks (coverage "nuggets").
@@ -107,11 +113,17 @@ def measure_ttft(
         )
     if not questions:
         raise ConfigError("no questions to measure: give at least one")
-    methods = {name: _Samples() for name in ("full", "chunk", "spans")}
+    ratios = rag.engine.config.c2kv
+    names = ["full", "chunk", "spans", *(f"c2kv:{ratio}" for ratio in ratios)]
+    methods = {name: _Samples() for name in [*names, *(f"hybrid:{it}" for it in ratios[:1])]}
     floor: list[float] = []
     rounds = [*questions[:n_warmup], *questions]
     for done, question in enumerate(rounds):
-        chunks = _full_chunks(rag, question, n_chunks)
+        chunks = (
+            _full_chunks(rag, question, n_chunks)
+            if full_size
+            else rag.index.search_chunks(question, n_chunks)
+        )
         spans = rag.index.search_nuggets(question, chunks, n_nuggets)
         counted = done >= len(rounds) - len(questions)
         for name, samples in methods.items():
@@ -130,9 +142,7 @@ def measure_ttft(
         n=len(questions),
         methods=reports,
         floor_ms=Spread.of(floor),
-        spans_breakdown_ms={
-            part: methods["spans"].median(f"{part}_ms") for part in ("load", "compose", "prefill")
-        },
+        spans_breakdown_ms=reports["spans"].parts_ms,
         speedup={"p50": round(full.p50 / ours.p50, 2), "p99": round(full.p99 / ours.p99, 2)},
         machine=describe_machine(rag.engine.model.device),
         versions={name: version(name) for name in _PACKAGES},
@@ -177,7 +187,10 @@ def _stream(
 ) -> AnswerStream:
     if method == "full":
         return rag.engine.stream_full(question, [c.ref.chunk_id for c in chunks], _ONE_TOKEN)
-    chosen = chunks if method == "chunk" else spans
+    form, _, ratio = method.partition(":")
+    chosen = {"spans": spans, "chunk": chunks}.get(form)
+    if chosen is None:
+        chosen = of_chunks("c2kv" if form == "c2kv" else "hybrid", chunks, int(ratio), n_raw=1)
     return rag.engine.stream(question, [span.ref for span in chosen], _ONE_TOKEN)
 
 
@@ -185,7 +198,7 @@ def _first_token(stream: AnswerStream) -> tuple[Timings, int]:
     for _ in stream:
         pass
     answer = stream.answer
-    return answer.timings, sum(map(len, answer.spans))
+    return answer.timings, sum(ref.n_entries for ref in answer.spans)
 
 
 def _floor(rag: CoinRAG, question: str, spans: Sequence[ScoredSpan]) -> float:

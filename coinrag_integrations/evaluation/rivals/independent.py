@@ -1,6 +1,6 @@
 """Entries computed without the question and without other chunks, then put together: no repair.
 
-Whole chunks in several contexts, nuggets in isolation, and three ways to keep fewer entries of a chunk.
+Whole chunks in several contexts, nuggets in isolation, and four ways to keep fewer entries of a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coinrag_integrations.engine.kernels.reference import rotate
 from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.evaluation.rivals.kitchen import Cached, Context, Kitchen
 from coinrag_integrations.evaluation.rivals.task import Composed, Task
-from coinrag_integrations.types import Chunk
+from coinrag_integrations.types import Chunk, Span
 
 
 def whole(kitchen: Kitchen, task: Task, context: Context) -> list[Cached]:
@@ -75,6 +75,15 @@ def strided(kitchen: Kitchen, task: Task, *, k: int = 4) -> Composed:
 def meanpool(kitchen: Kitchen, task: Task, *, k: int = 4) -> Composed:
     """The mean of each block of k entries, keys before RoPE, at the position of its last."""
     return _fewer(kitchen, task, k, _block_means)
+
+
+def truncated(kitchen: Kitchen, task: Task, *, k: int = 4) -> Composed:
+    """The first 1/k of each chunk's tokens: what as many entries hold of a text that is cut short."""
+    pieces = []
+    for it in task.chunks:
+        if n := -(-len(it) // k):
+            pieces.append(Cached.whole(it.ref(Span(0, n)), kitchen.entries(it)[:n]))
+    return kitchen.lay_out(task, pieces)
 
 
 def evict(kitchen: Kitchen, task: Task, *, k: int = 4) -> Composed:

@@ -19,6 +19,7 @@ from coinrag_integrations.evaluation.rivals.independent import (
     meanpool,
     naive,
     strided,
+    truncated,
 )
 from coinrag_integrations.evaluation.rivals.kitchen import Kitchen
 from coinrag_integrations.evaluation.rivals.links import kvlink
@@ -75,6 +76,7 @@ _NUMBERS: Mapping[str, _Number] = {
     "evict": _ENTRIES,
     "strided": _ENTRIES,
     "meanpool": _ENTRIES,
+    "truncated": _ENTRIES,
     "c2kv": _ENTRIES,
     "hybrid": _ENTRIES,
 }
@@ -96,6 +98,7 @@ METHODS: Mapping[str, Compose] = {
     "evict": evict,
     "strided": strided,
     "meanpool": meanpool,
+    "truncated": truncated,
     "c2kv": c2kv,
     "hybrid": hybrid,
     "spans": spans,

@@ -23,7 +23,10 @@ from tests.evaluation.rivals.parts import (
 from tests.tiny import HashEmbedder, placed, supported_model
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "smollm3", "cohere", "gpt-neox", "llama-yarn"]
-NUMBERED = ["cacheblend:0.3", "legolink:4", "ape", "kvlink", "evict", "strided", "meanpool"]
+NUMBERED = [
+    *("cacheblend:0.3", "legolink:4", "ape", "kvlink"),
+    *("evict", "strided", "meanpool", "truncated"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ def test_one_chunk_that_has_seen_the_prompt_is_full_prefill(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["strided:1", "meanpool:1", "evict:1", "kvlink:0"])
+@pytest.mark.parametrize(
+    "method", ["strided:1", "meanpool:1", "evict:1", "truncated:1", "kvlink:0"]
+)
 def test_what_keeps_everything_is_the_chunks_themselves(family, method):
     kitchen = Kitchen(supported_model(family))
     task = task_of(kitchen)
@@ -109,6 +114,7 @@ def test_entries_and_bytes_are_counted(kitchen, task):
         "evict": (blocks, blocks),
         "strided": (blocks, blocks),
         "meanpool": (blocks, blocks),
+        "truncated": (blocks, blocks),
         "c2kv": (blocks, blocks),
         "hybrid": (mixed, mixed),
     }
@@ -145,6 +151,15 @@ def test_fewer_entries_keep_their_places_in_the_text(kitchen, task):
                 same(kv[..., row : row + 1, :], placed(kitchen.model, one, [at]))
                 row += 1
             start += len(chunk)
+
+
+def test_a_text_that_is_cut_short_is_its_beginning(kitchen, task):
+    kv, row = compose(kitchen, "truncated", task).prefix.kv, len(task.head)
+    for chunk in task.chunks:
+        n = -(-len(chunk) // 4)
+        expected = placed(kitchen.model, kitchen.entries(chunk)[:n], range(row, row + n))
+        same(kv[..., row : row + n, :], expected)
+        row += n
 
 
 def test_evicted_entries_are_those_most_like_the_mean_key(kitchen, task):

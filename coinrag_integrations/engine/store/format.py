@@ -129,11 +129,23 @@ def write_chunk(path: Path, chunk_id: ChunkId, chunk: PackedChunk, fingerprint: 
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         save_file(tensors, temporary, metadata={"coinrag": meta, "check": _check(meta)})
+        _order_metadata(temporary)
         # safetensors lets nobody else read it: as in its folder, others may serve what we build.
         temporary.chmod(path.parent.stat().st_mode & 0o666)
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _order_metadata(path: Path) -> None:
+    """Put the header's metadata in one order: safetensors has none, and equal chunks are equal files."""
+    with path.open("r+b") as file:
+        n = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(n))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":")).encode()
+        file.seek(8)
+        file.write(text.ljust(n))  # as long as it was: the same words in another order
 
 
 def read_header(file: int, path: Path, codec: Codec, fingerprint: str) -> ChunkHeader:

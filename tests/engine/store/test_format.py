@@ -44,6 +44,18 @@ def path(tmp_path):
         return store.path(ID)
 
 
+def test_equal_chunks_are_equal_files(tmp_path):
+    """Also in their headers, where safetensors puts metadata in any order."""
+    with open_store(tmp_path) as store:
+        found = set()
+        for _ in range(16):
+            store.put(ID, make_kv(3), whole(3))
+            found.add(store.path(ID).read_bytes())
+        assert len(found) == 1
+        with safe_open(store.path(ID), "pt") as file:
+            assert set(file.metadata()) == {"coinrag", "check"}
+
+
 def header_of(path, layout=LAYOUT):
     file = os.open(path, os.O_RDONLY)
     try:

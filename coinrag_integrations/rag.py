@@ -24,9 +24,11 @@ from coinrag_integrations.engine import (
     GenerationConfig,
     LoadedModel,
     load_model,
+    observers,
 )
 from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.engine.model import DType
+from coinrag_integrations.engine.observers import Search
 from coinrag_integrations.engine.prompt import check_question
 from coinrag_integrations.engine.store import Limits
 from coinrag_integrations.errors import ConfigError
@@ -36,11 +38,11 @@ from coinrag_integrations.reply import Reply, ReplyStream
 from coinrag_integrations.retrieval import (
     ChromaFolder,
     Embedder,
-    Form,
     RetrievalConfig,
     SpanIndex,
     open_client,
 )
+from coinrag_integrations.retrieval.config import Form
 from coinrag_integrations.retrieval.forms import of_chunks, of_nuggets
 from coinrag_integrations.settings import (
     DEMO,
@@ -58,7 +60,8 @@ from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan
 
 Mode = Literal["coinrag", "chunk", "c2kv", "hybrid", "full"]
 _OPENING = threading.Lock()
-MODES: tuple[Mode, ...] = ("coinrag", "chunk", "c2kv", "hybrid", "full")
+MODES: tuple[Mode, ...] = ("coinrag", "chunk", "full")  # of every store
+SLOT_MODES: tuple[Mode, ...] = ("c2kv", "hybrid")  # of stores with slots
 _FORMS: dict[Mode, Form] = {"chunk": "chunks", "full": "chunks", "c2kv": "c2kv", "hybrid": "hybrid"}
 
 
@@ -144,7 +147,7 @@ class CoinRAG:
             limits=before.limits if limits is None else limits,
             remote=remote or before.remote,
             adapter=before.adapter if adapter is None else str(adapter) or None,
-            extractor=before.extractor if extractor is None else str(extractor),
+            extractor=before.extractor if extractor is None else str(extractor) or None,
             engine=config or before.engine,
         )
         if settings.engine.c2kv and settings.extractor is None and settings.model == DEMO:
@@ -231,15 +234,23 @@ class CoinRAG:
         if form not in ("spans", "chunks") and ratio not in engine.config.c2kv:
             there = ", ".join(map(str, engine.config.c2kv)) or "none"
             raise ConfigError(
-                f"the store has no slots of C2KV that {form!r} could be read as, at ratio "
-                f"{config.ratio or 'any'} (there: {there}): build it with --c2kv 4"
+                f"form {form!r} reads slots, and the store has none of {config.ratio or 'any'} tokens "
+                f"(there: {there}): build it with --c2kv {config.ratio or 4}, or open it with "
+                f"EngineConfig(c2kv=({config.ratio or 4},)) and add its documents again"
             )
+        begin = time.perf_counter()
         if form in ("chunks", "c2kv", "hybrid"):
             where = config.where
             chunks = self.index.search_chunks(question, config.n_chunks, where=where, live=live)
-            return of_chunks(form, chunks, ratio, config.n_raw)
-        nuggets = self.index.search(question, config, live=live)
-        return of_nuggets(form, nuggets, engine.catalog.chunk, ratio)
+            spans = of_chunks(form, chunks, ratio, config.n_raw)
+        else:
+            nuggets = self.index.search(question, config, live=live)
+            spans = of_nuggets(form, nuggets, engine.catalog.chunk, ratio)
+        spent = (time.perf_counter() - begin) * 1e3
+        observers.searched(
+            Search(form=form, n_chunks=config.n_chunks, n_spans=len(spans), milliseconds=spent)
+        )
+        return spans
 
     def ask(
         self,
@@ -274,8 +285,8 @@ class CoinRAG:
             BudgetError: spans, question and answer do not fit the model's window.
             SpanIndexError, StoreError: Chroma or the store fails.
         """
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}: use one of {', '.join(MODES)}")
+        if mode not in (*MODES, *SLOT_MODES):
+            raise ConfigError(f"mode is {mode!r}: use one of {', '.join((*MODES, *SLOT_MODES))}")
         begin = time.perf_counter()
         spans = self.retrieve(question, mode, retrieval)
         retrieve_ms = (time.perf_counter() - begin) * 1e3
@@ -295,20 +306,26 @@ class CoinRAG:
     ) -> ReplyStream:
         """Answer from spans that were retrieved before, best first, and from texts of elsewhere.
 
-        Spans of documents that were deleted since are read as texts, and counted. Mode "full" reads the
-        spans' whole chunks, and no texts. `refused` says of the answer how many of the texts should
-        have been spans.
+        Spans of documents that were deleted since, and slots that the store does not make any more, are
+        read as texts, and counted. Mode "full" reads the spans' whole chunks, and no texts. `refused` says
+        of the answer how many of the texts should have been spans.
         """
         generation, refused = generation or self.generation, dict(refused or {})
         spans = [it for it in context if isinstance(it, ScoredSpan)]
-        ids = [span.ref.chunk_id for span in spans]
-        if gone := set(ids) - self.engine.catalog.live(ids):
-            refused["unknown"] = refused.get("unknown", 0) + sum(it in gone for it in ids)
-            spans = [span for span in spans if span.ref.chunk_id not in gone]
+        live = self.engine.catalog.live([span.ref.chunk_id for span in spans])
+        there = [
+            it
+            for it in spans
+            if it.ref.chunk_id in live and it.ref.ratio in self.engine.forms.stores
+        ]
+        if n_gone := len(spans) - len(there):
+            refused["unknown"] = refused.get("unknown", 0) + n_gone
+            known = {it.ref for it in there}
             context = [
-                it.text if isinstance(it, ScoredSpan) and it.ref.chunk_id in gone else it
+                it.text if isinstance(it, ScoredSpan) and it.ref not in known else it
                 for it in context
             ]
+            spans = there
         if mode == "full":
             chunk_ids: list[ChunkId] = list(dict.fromkeys(span.ref.chunk_id for span in spans))
             stream = self.engine.stream_full(question, chunk_ids, generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from coinrag_integrations.engine import observers
 from coinrag_integrations.engine.composer import Composed
 from coinrag_integrations.engine.generation import FinishReason, GenerationConfig, generate
 from coinrag_integrations.engine.handles import Reason
@@ -105,6 +106,13 @@ class AnswerBatch:
 
     def run(self) -> Generator[list[str]]:
         """The next piece of each answer's text, perhaps empty, until all have ended."""
+        try:
+            yield from self._run()
+        finally:
+            if any(writer.tokens for writer in self._writers):
+                observers.answered(self.answers)
+
+    def _run(self) -> Generator[list[str]]:
         steps = generate(
             self._model,
             self._composed.prefix,

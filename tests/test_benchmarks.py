@@ -45,3 +45,47 @@ def test_decode_reads_fewer_bytes_behind_slots(monkeypatch, capsys, tmp_path):
     assert entries["full KV"] == 4 * entries["c2kv:4"] == 8 * entries["c2kv:8"] > 0
     assert all(ms > 0 for it in decode.values() for row in it.values() for ms in row["ms"])
     assert plot.stat().st_size > 1000
+
+
+def test_a_simulated_fleet_keeps_the_laws_of_caches(monkeypatch, capsys):
+    report = run(monkeypatch, capsys, "simulate_fleet.py", "--layout", "smollm2-135m")
+    fleets = report["fleets"]
+    assert [it["hit_rate"] for it in fleets] == sorted(
+        (it["hit_rate"] for it in fleets), reverse=True
+    )
+    assert fleets[0]["hit_rate"] == 1.0
+    for it in fleets:
+        moved = it["nvme_gb_per_s"] + it["network_gb_per_s"]
+        assert abs(moved - 100 / 8 * 465 * 23_040 / 1e9) < 1e-9
+    slots = run(
+        monkeypatch, capsys, "simulate_fleet.py", "--layout", "smollm2-135m", "--ratio", "4"
+    )
+    whole = run(
+        monkeypatch, capsys, "simulate_fleet.py", "--layout", "smollm2-135m", "--coverage", "1"
+    )
+    ratio = slots["fleets"][2]["store_tb"] / whole["fleets"][2]["store_tb"]
+    assert abs(ratio - 0.25) < 0.001
+
+
+def test_hit_rates_are_those_of_a_cache_that_is_simulated(monkeypatch):
+    """Che's approximation against a real LRU of the same requests."""
+    import numpy as np
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    simulate = runpy.run_path(str(BENCHMARKS / "simulate_fleet.py"))
+    n, kept, skew = 2000, 200, 0.9
+    weights = np.arange(1, n + 1) ** -skew
+    requests = np.random.default_rng(0).choice(n, 60_000, p=weights / weights.sum())
+    cache: dict[int, None] = {}
+    hits = 0
+    for number, item in enumerate(requests.tolist()):
+        there = item in cache
+        hits += there and number >= 20_000
+        if there:
+            del cache[item]
+        cache[item] = None
+        if len(cache) > kept:
+            del cache[next(iter(cache))]
+    assert abs(simulate["hit_rate"](n, skew, kept) - hits / 40_000) < 0.01
+    assert simulate["hit_rate"](n, skew, n) == 1.0
+    assert simulate["hit_rate"](n, skew, 0) == 0.0

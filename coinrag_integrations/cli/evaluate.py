@@ -68,9 +68,16 @@ def evaluate(
         typer.Option("--links", help="Trained link tokens for kvlink: their folder."),
     ] = None,
     c2kv: Annotated[
-        Path | None,
-        typer.Option("--c2kv", help="A trained extractor for c2kv and hybrid: its folder."),
+        str | None,
+        typer.Option(
+            "--c2kv",
+            help="What makes slots for c2kv and hybrid: an extractor's folder; '' for an untrained one. "
+            "The demo has one.",
+        ),
     ] = None,
+    compared: Annotated[
+        str, typer.Option("--compared", help="The method that is told apart from all others.")
+    ] = "spans",
     embedder: EmbedderName = "minilm",
     dtype: Dtype = "auto",
     n_chunks: Chunks = 5,
@@ -103,6 +110,7 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     output = Output(as_json=json)
+    from coinrag_integrations.demo.model import DEMO_EXTRACTOR
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
     from coinrag_integrations.engine.c2kv import Extractor
@@ -141,7 +149,9 @@ def evaluate(
             reader = with_adapter(loaded, adapted)
         if links is not None:
             reader = load_links(links, reader or loaded)
-        extractor = None if c2kv is None else Extractor.load(c2kv, loaded)
+        if c2kv is None and model == DEMO:
+            c2kv = str(DEMO_EXTRACTOR)
+        extractor = Extractor.load(c2kv, loaded) if c2kv else None
     total = len(chosen) * sum(map(len, examples.values()))
     with output.counting("measuring", total) as progress:
         results = compare(
@@ -156,7 +166,7 @@ def evaluate(
             reranker=None if reranker is None else CrossEncoder(reranker),
             on_progress=lambda done: progress.update(progress.task_ids[0], completed=done),
         )
-    summary = summarise(results, seed)
+    summary = summarise(results, seed, compared)
     write_text(out / REPORT, json_.dumps(summary.to_dict(), indent=1) + "\n")
     write_text(out / TABLE, summary.to_markdown())
     for name, by_method in summary.tables.items():

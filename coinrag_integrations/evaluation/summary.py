@@ -86,14 +86,15 @@ class Difference:
 class Summary:
     """All methods on all data sets, and on all of them together if there are several (`pooled`).
 
-    `to_reference` is each method minus the reference, `ours` our own minus each; empty if one of
-    them was not measured. What was pooled stands there under the name "(all)".
+    `to_reference` is each method minus the reference, `ours` the one that is `compared` minus each; empty
+    if one of them was not measured. What was pooled stands there under the name "(all)".
     """
 
     data: Mapping[str, Mapping[str, MethodSummary]]
     pooled: Mapping[str, MethodSummary]
     reference: str | None
     to_reference: Mapping[str, Mapping[str, Difference]]
+    compared: str
     ours: Mapping[str, Mapping[str, Difference]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Summary:
             "reference": self.reference,
             "paired_f1": _plain(self.to_reference, "f1"),
             "paired_nll": _plain(self.to_reference, "nll"),
-            "spans_minus": {
+            f"{self.compared}_minus": {
                 "f1": _plain(self.ours, "f1"),
                 "nll": _plain(self.ours, "nll"),
             },
@@ -155,7 +156,7 @@ class Summary:
         if not self.ours:
             return []
         lines = [
-            f"## {OURS} minus each method, question by question (95 %)",
+            f"## {self.compared} minus each method, question by question (95 %)",
             "",
             "F1: above 0 is better. NLL, nats a token of the gold answer: below 0 is better. "
             "In bold what the interval sets apart from 0.",
@@ -172,8 +173,10 @@ class Summary:
         return [*lines, ""]
 
 
-def summarise(results: Mapping[str, Mapping[str, Rows]], seed: int = 0) -> Summary:
-    """What `compare` measured; differences are to full prefill and of spans, if these were measured."""
+def summarise(
+    results: Mapping[str, Mapping[str, Rows]], seed: int = 0, compared: str = OURS
+) -> Summary:
+    """What `compare` measured; differences are to full prefill, and of `compared`, if these were."""
     methods = {method: None for by_method in results.values() for method in by_method}
     pooled = {
         method: [*chain.from_iterable(by_method[method] for by_method in results.values())]
@@ -193,14 +196,15 @@ def summarise(results: Mapping[str, Mapping[str, Rows]], seed: int = 0) -> Summa
             for name, by_method in everything.items()
             if REFERENCE in methods
         },
+        compared=compared,
         ours={
             name: {
-                method: Difference.of(by_method[OURS], rows, seed)
+                method: Difference.of(by_method[compared], rows, seed)
                 for method, rows in by_method.items()
-                if method != OURS
+                if method != compared
             }
             for name, by_method in everything.items()
-            if OURS in methods and len(methods) > 1
+            if compared in methods and len(methods) > 1
         },
     )
 

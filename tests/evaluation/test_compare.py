@@ -226,6 +226,12 @@ def test_data_sets_are_summed_up_together_and_spans_set_against_each_method(mode
     assert set(values["spans_minus"]["nll"]) == {"a", "b", "(all)"}
     assert set(values["data"]) == {"a", "b"}
 
+    other = summarise(results, compared="full")
+    values = other.to_dict()
+    there, back = values["full_minus"]["nll"]["(all)"]["spans"], summary.ours["(all)"]["full"].nll
+    assert there["mean"] == pytest.approx(-back.mean, abs=1e-5)
+    assert "## full minus each method" in other.to_markdown()
+
     alone = summarise({"a": {"chunk": results["a"]["full"]}})
     assert (alone.pooled, alone.ours, alone.to_reference, alone.reference) == ({}, {}, {}, None)
     assert "minus" not in alone.to_markdown()

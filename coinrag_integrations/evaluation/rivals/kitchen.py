@@ -128,6 +128,11 @@ class Kitchen:
         return SlotEncoder.of(self.model, self._extractor)
 
     @cached_property
+    def untrained_slots(self) -> SlotEncoder:
+        """What makes slots before any training."""
+        return SlotEncoder.of(self.model)
+
+    @cached_property
     def bos(self) -> int:
         """The token that opens a text; where the tokenizer has none, the prompt's first."""
         bos = self.model.tokenizer.hf.bos_token_id

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.evaluation.rivals.ape import ape
-from coinrag_integrations.evaluation.rivals.c2kv import c2kv, hybrid
+from coinrag_integrations.evaluation.rivals.c2kv import c2kv, hybrid, untrained
 from coinrag_integrations.evaluation.rivals.independent import (
     chunk,
     chunk_after_prompt,
@@ -78,6 +78,7 @@ _NUMBERS: Mapping[str, _Number] = {
     "meanpool": _ENTRIES,
     "truncated": _ENTRIES,
     "c2kv": _ENTRIES,
+    "c2kv-untrained": _ENTRIES,
     "hybrid": _ENTRIES,
 }
 
@@ -100,6 +101,7 @@ METHODS: Mapping[str, Compose] = {
     "meanpool": meanpool,
     "truncated": truncated,
     "c2kv": c2kv,
+    "c2kv-untrained": untrained,
     "hybrid": hybrid,
     "spans": spans,
 }

@@ -89,8 +89,9 @@ def test_the_kitchens_extractor_makes_the_slots():
     task = task_of(plain)
     for method in ("c2kv", "hybrid"):
         assert (logits(plain, method, task) - logits(own, method, task)).abs().max() > 1e-2
-    for method in ("chunk", "strided", "spans"):
+    for method in ("chunk", "strided", "spans", "c2kv-untrained"):
         assert torch.equal(logits(plain, method, task), logits(own, method, task))
+    same(logits(own, "c2kv-untrained", task), logits(plain, "c2kv", task))
     chunk = task.chunks[0]
     made = SlotEncoder.of(model, trained(model))([chunk.token_ids], 4)[0]
     same(own.offline((chunk.chunk_id, "c2kv", 4), lambda: pytest.fail("made anew")), made)

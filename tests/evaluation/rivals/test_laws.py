@@ -116,6 +116,7 @@ def test_entries_and_bytes_are_counted(kitchen, task):
         "meanpool": (blocks, blocks),
         "truncated": (blocks, blocks),
         "c2kv": (blocks, blocks),
+        "c2kv-untrained": (blocks, blocks),
         "hybrid": (mixed, mixed),
     }
     for name in METHODS:

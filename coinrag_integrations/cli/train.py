@@ -171,6 +171,10 @@ def c2kv(
         str,
         typer.Option(help="Slots begin as the 'last' token of their block, its 'mean', or 'eos'."),
     ] = "last",
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Keep the KV of chunks in a folder: for other passes and trainings."),
+    ] = None,
     n_examples: Annotated[int, typer.Option("--examples", min=1)] = 3200,
     minutes: Minutes = None,
     rank: Annotated[int, typer.Option(min=1)] = 32,
@@ -197,7 +201,7 @@ def c2kv(
     if adapter is None and model == DEMO:
         adapter = DEMO
     output = Output(as_json=json)
-    _train(output, data, output_folder, model, embedder, config, minutes, adapter)
+    _train(output, data, output_folder, model, embedder, config, minutes, adapter, cache)
 
 
 def _train(
@@ -209,6 +213,7 @@ def _train(
     config: ReaderConfig,
     minutes: float | None,
     adapter: str | None = None,
+    cache: Path | None = None,
 ) -> None:
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
@@ -239,6 +244,7 @@ def _train(
             config,
             data=[path.name for path in data],
             reader=reads,
+            cache=cache,
             max_seconds=None if minutes is None else 60 * minutes,
             on_progress=show,
         )

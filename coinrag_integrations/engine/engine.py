@@ -26,7 +26,6 @@ from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, owner_of
 from coinrag_integrations.engine.kept import KeptPrefixes
 from coinrag_integrations.engine.kernels import choose_kernels
-from coinrag_integrations.engine.layout import dtype_name
 from coinrag_integrations.engine.messages import Message
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.plan import (
@@ -171,16 +170,9 @@ class Engine:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Everything that the bytes of this engine's chunks depend on."""
-        layout, after = self.model.layout, self.config.context == "after_prompt"
-        return Fingerprint(
-            weights=self.model.weights,
-            tokenizer=self.model.tokenizer.digest,
-            rope=self.model.rope.digest,
-            layout=str(layout),
-            dtype=dtype_name(layout.dtype),
-            context=f"after_prompt:{self.prompt.digest}" if after else "alone",
-            codec=self.config.codec,
-        )
+        after = self.config.context == "after_prompt"
+        context = f"after_prompt:{self.prompt.digest}" if after else "alone"
+        return self.model.fingerprint(context, self.config.codec)
 
     @cached_property
     def handles(self) -> Handles:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from coinrag_integrations.engine import describe, packed
-from coinrag_integrations.engine.layout import DTYPES, KVLayout
+from coinrag_integrations.engine.fingerprint import Fingerprint
+from coinrag_integrations.engine.layout import DTYPES, KVLayout, dtype_name
 from coinrag_integrations.engine.rope import RopeTable
 from coinrag_integrations.engine.tokens import TextTokenizer
 from coinrag_integrations.errors import ConfigError, ModelError
@@ -49,6 +50,18 @@ class LoadedModel:
     def device(self) -> torch.device:
         """Where the parameters live."""
         return torch.device(self.hf.device)
+
+    def fingerprint(self, context: str = "alone", codec: str = "none") -> Fingerprint:
+        """Everything that the bytes of chunks depend on which it encodes, in that context and codec."""
+        return Fingerprint(
+            weights=self.weights,
+            tokenizer=self.tokenizer.digest,
+            rope=self.rope.digest,
+            layout=str(self.layout),
+            dtype=dtype_name(self.layout.dtype),
+            context=context,
+            codec=codec,
+        )
 
 
 def load_model(

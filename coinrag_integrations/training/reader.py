@@ -24,6 +24,7 @@ from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.training.card import model_card
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.examples import mixed
+from coinrag_integrations.training.kept import KeptEntries
 from coinrag_integrations.training.learners import Learner, make_learner
 from coinrag_integrations.training.samples import Sample, Sampler
 
@@ -57,6 +58,7 @@ def train_reader(
     *,
     data: Sequence[str] = (),
     reader: LoadedModel | None = None,
+    cache: Path | None = None,
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrainingReport:
@@ -65,7 +67,8 @@ def train_reader(
     A slice of the examples is held out. Interrupted, it goes on from the last check when called again
     with the same folder and config. `max_seconds` ends it early, its learning rate planned for that.
     `data` says where the examples came from, for the model card; `reader` is the model with an adapter
-    merged in, for link tokens that are to stand beside one and slots that it is to read.
+    merged in, for link tokens that are to stand beside one and slots that it is to read. In `cache`, a
+    folder, entries are kept that slots are made of: a second pass and another training need not encode.
 
     Raises:
         ConfigError: too few examples, or the folder was begun with another config.
@@ -83,7 +86,8 @@ def train_reader(
     kept = [examples[i] for i in order[config.n_held_out :]]
     torch.manual_seed(config.seed)
     learner = make_learner(model, config, reader)
-    sampler = Sampler.of(model, embedder, config, reader=learner.reader)
+    on_disk = None if cache is None else KeptEntries(cache, model)
+    sampler = Sampler.of(model, embedder, config, reader=learner.reader, kept=on_disk)
     run = _Run(learner, sampler, config, folder, data)
     run.resume()
     return run.train(mixed(kept, config), held, max_seconds, on_progress or (lambda _: None))

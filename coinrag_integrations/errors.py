@@ -8,6 +8,7 @@ CoinRAGError
 ├── BudgetError(ValueError)           a prefix or question larger than its budget or the model's window
 ├── ModelError                        a model that cannot be found, fetched or loaded
 │   └── UnsupportedModelError         a model whose cached keys cannot be moved safely
+├── ServingError                      a server of the model that cannot be reached, or that refuses
 ├── SpanIndexError                    Chroma failed, or returned rows that we did not write
 └── StoreError                        the KV store cannot be read or written
     ├── ChunkNotFoundError(KeyError)  the store holds no such chunk, or not that span of it
@@ -54,6 +55,10 @@ class ModelError(CoinRAGError):
 
 class UnsupportedModelError(ModelError):
     """A model whose cached keys cannot be moved safely."""
+
+
+class ServingError(CoinRAGError):
+    """A server of the model that cannot be reached, or that refuses."""
 
 
 class SpanIndexError(CoinRAGError):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 
@@ -71,12 +72,52 @@ class _Item:
 OnProgress = Callable[[IngestReport], None]
 
 
+class Encoding(Protocol):
+    """Encodes chunks and stores them in all forms, wherever that is done."""
+
+    groups_at_once: int
+
+    def __call__(self, groups: Sequence[Sequence[Chunk]]) -> Iterator[int]:
+        """Have groups of chunks stored, each encoded by itself; how many more are, as it goes on."""
+        ...
+
+
+class Here:
+    """Encoding in this process: each chunk is written while the next one is computed."""
+
+    groups_at_once = 1
+
+    def __init__(self, engine: Engine) -> None:
+        """Nothing is encoded yet."""
+        self.engine = engine
+
+    def __call__(self, groups: Sequence[Sequence[Chunk]]) -> Iterator[int]:
+        """See `Encoding`."""
+        with ThreadPoolExecutor(2, thread_name_prefix="coinrag-write") as pool:
+            waiting: list[Future[None]] = []
+            for group in groups:
+                for chunk, forms in self.engine.encode(group):
+                    if len(waiting) >= _WRITES_AHEAD:
+                        waiting.pop(0).result()
+                    waiting.append(pool.submit(self.engine.store_chunk, chunk, forms))
+                    yield 1
+            for future in waiting:
+                future.result()
+
+
 class Ingestor:
     """Writes documents into one engine's store and one index. One at a time per store."""
 
-    def __init__(self, engine: Engine, index: SpanIndex, proposer: NuggetProposer) -> None:
-        """Nothing is opened or written yet."""
+    def __init__(
+        self,
+        engine: Engine,
+        index: SpanIndex,
+        proposer: NuggetProposer,
+        encoding: Encoding | None = None,
+    ) -> None:
+        """Nothing is opened or written yet. Chunks are encoded here, unless `encoding` says where."""
         self.engine, self.index, self.proposer = engine, index, proposer
+        self.encoding = encoding or Here(engine)
 
     def add(
         self, documents: Iterable[Document], on_progress: OnProgress | None = None
@@ -98,8 +139,8 @@ class Ingestor:
                 on_progress(report)
 
         with self._writing():
-            for group in self._groups(documents, report, tell):
-                self._write(group, report, tell)
+            for groups in self._groups(documents, report, tell):
+                self._write(groups, report, tell)
         tell()
         return report
 
@@ -198,16 +239,19 @@ class Ingestor:
 
     def _groups(
         self, documents: Iterable[Document], report: IngestReport, tell: Callable[[], None]
-    ) -> Iterator[list[_Item]]:
-        """Changed documents with their chunks, a few at a time; never one document twice a group."""
-        group: list[_Item] = []
+    ) -> Iterator[list[list[_Item]]]:
+        """Changed documents with their chunks: as many groups as are encoded at once.
+
+        Never one document twice among them: a later version is compared with the one before.
+        """
+        groups: list[list[_Item]] = [[]]
         ids: set[str] = set()
         n_tokens = 0
         for document in documents:
             _check(document)
             if document.document_id in ids:
-                yield group
-                group, ids, n_tokens = [], set(), 0
+                yield [group for group in groups if group]
+                groups, ids, n_tokens = [[]], set(), 0
             content = self._content(document)
             known = self.engine.catalog.content(document.document_id)
             # A change that was interrupted and then taken back may have replaced rows of the index.
@@ -222,24 +266,42 @@ class Ingestor:
                 report.n_added += 1
             else:
                 report.n_updated += 1
-            group.append(_Item(document=document, content=content, chunks=chunks))
+            groups[-1].append(_Item(document=document, content=content, chunks=chunks))
             ids.add(document.document_id)
             n_tokens += sum(map(len, chunks))
-            if n_tokens >= _GROUP_TOKENS:
-                yield group
-                group, ids, n_tokens = [], set(), 0
-        if group:
-            yield group
+            if n_tokens < _GROUP_TOKENS:
+                continue
+            if len(groups) == self.encoding.groups_at_once:
+                yield groups
+                groups, ids = [], set()
+            groups.append([])
+            n_tokens = 0
+        yield [group for group in groups if group]
 
     def _write(
-        self, group: Sequence[_Item], report: IngestReport, tell: Callable[[], None]
+        self, groups: Sequence[Sequence[_Item]], report: IngestReport, tell: Callable[[], None]
     ) -> None:
-        catalog = self.engine.catalog
-        chunks = [chunk for item in group for chunk in item.chunks]
-        for item in group:
+        """Encode groups of documents at once; then put each of them in its place."""
+        catalog, is_stored = self.engine.catalog, self.engine.is_stored
+        for item in chain.from_iterable(groups):
             document = item.document
             catalog.begin_document(document.document_id, item.content, item.chunks, document.vector)
-        self._encode([c for c in chunks if not self.engine.is_stored(c)], report, tell)
+        every = [[chunk for item in group for chunk in item.chunks] for group in groups]
+        for n in self.encoding([[c for c in chunks if not is_stored(c)] for chunks in every]):
+            report.n_encoded += n
+            tell()
+        for group, chunks in zip(groups, every, strict=True):
+            self._finish(group, chunks, report, tell)
+
+    def _finish(
+        self,
+        group: Sequence[_Item],
+        chunks: Sequence[Chunk],
+        report: IngestReport,
+        tell: Callable[[], None],
+    ) -> None:
+        """Index what is encoded, and put new versions in the places of the old ones."""
+        catalog = self.engine.catalog
         n_rows = len(chunks) + sum(len(chunk.nuggets) for chunk in chunks)
         with self.engine.disk.room(self.engine.scope.tenant, n_rows * _ROW_BYTES):
             self.index.put(chunks, _vectors(group))
@@ -254,21 +316,6 @@ class Ingestor:
         report.n_tokens += sum(map(len, chunks))
         report.n_covered_tokens += sum(len(s) for c in chunks for s in self.engine.covered(c))
         tell()
-
-    def _encode(
-        self, chunks: Sequence[Chunk], report: IngestReport, tell: Callable[[], None]
-    ) -> None:
-        """Encode, and write each chunk while the next one is computed."""
-        with ThreadPoolExecutor(2, thread_name_prefix="coinrag-write") as pool:
-            waiting: list[Future[None]] = []
-            for chunk, forms in self.engine.encode(chunks):
-                if len(waiting) >= _WRITES_AHEAD:
-                    waiting.pop(0).result()
-                waiting.append(pool.submit(self.engine.store_chunk, chunk, forms))
-                report.n_encoded += 1
-                tell()
-            for future in waiting:
-                future.result()
 
     def settle(self) -> int:
         """Remove chunks that no version of a document needs; how many. For the one writing process."""
@@ -286,7 +333,9 @@ class Ingestor:
             "chunk_tokens": self.engine.config.chunk_tokens,
         }
         if self.engine.config.c2kv:
-            value["c2kv"] = [it.fingerprint.extractor for it in self.engine.forms.stores.values()]
+            value["c2kv"] = sorted(
+                it.fingerprint.extractor for it in self.engine.forms.stores.values()
+            )
         if document.vector is not None:
             vector = np.asarray(document.vector, dtype=np.float32)
             value["vector"] = hashlib.sha256(vector.tobytes()).hexdigest()

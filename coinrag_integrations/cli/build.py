@@ -61,6 +61,14 @@ def build(
     add_fingerprint: Annotated[
         bool, typer.Option("--add-fingerprint", help="Let KV of another encoding stand beside.")
     ] = False,
+    ray: Annotated[
+        int | None,
+        typer.Option("--ray", min=1, help="Encode with so many workers of Ray Data (extra `ray`)."),
+    ] = None,
+    ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each of them.")] = 0.0,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A cluster's address; default: this machine.")
+    ] = None,
     strict: Annotated[bool, typer.Option(help="Stop at the first unreadable file.")] = False,
     json: Json = False,
 ) -> None:
@@ -109,6 +117,12 @@ def build(
         remote=remote,
         add_fingerprint=add_fingerprint,
     ) as rag:
+        if ray is not None:
+            from coinrag_integrations.serving.ray_build import RayEncoding
+
+            rag.ingestor.encoding = RayEncoding(
+                rag, store, n_workers=ray, n_gpus=ray_gpus, address=ray_address
+            )
         with output.ingesting() as show:
             report = rag.add(documents, show)
         n_bytes = rag.engine.forms.n_bytes()

@@ -44,9 +44,7 @@ class ChunkForms:
         Raises:
             BudgetError: a chunk does not fit the model's window.
         """
-        by_length = sorted(chunks, key=len, reverse=True)  # little padding in any batch
-        for run in batches(map(len, by_length), self.batch_tokens):
-            batch = [by_length[i] for i in run]
+        for batch in self.batches(chunks):
             ids = [chunk.token_ids for chunk in batch]
             made = {1: self.encoder(ids)}
             for ratio in self.stores:
@@ -54,6 +52,12 @@ class ChunkForms:
                     made[ratio] = self.slots(ids, ratio, made[1])
             for i, chunk in enumerate(batch):
                 yield chunk, {ratio: kvs[i] for ratio, kvs in made.items()}
+
+    def batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+        """The chunks that are encoded together, of like length."""
+        by_length = sorted(chunks, key=len, reverse=True)  # little padding in any batch
+        for run in batches(map(len, by_length), self.batch_tokens):
+            yield [by_length[i] for i in run]
 
     def one(self, ids: Sequence[int], ratio: int, cost: CostModel) -> torch.Tensor:
         """One form of a chunk; how long slots took is noted in `cost`."""

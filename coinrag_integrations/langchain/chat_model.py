@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.engine import AnswerStream, CallReader, strip_handles
@@ -28,7 +28,10 @@ from coinrag_integrations.langchain._messages import (
     turns_of,
 )
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.serving.answering import Answering
+from coinrag_integrations.serving.client import ServedStream
 
+Stream = AnswerStream | ServedStream
 HANDLES = "coinrag_handles"
 
 
@@ -43,6 +46,8 @@ class ChatCoinRAG(BaseChatModel):
         max_tokens, temperature, top_p, top_k, seed, stop: how to decode; 0 is greedy.
         timeout: seconds after which an answer is given up with `TimeoutError`.
         use_kv: False reads all passages as text.
+        base_url: of a vLLM server that runs the model (docs/deploy.md); with api_key and served_model, its
+            name for the model. Passages whose KV it cannot use are computed there as text.
 
     Passages come marked in any text (documents of `CoinRAGRetriever` are), as artifacts of a retriever
     tool's `ToolMessage`, as documents bound with `model.bind(coinrag_handles=documents)`, or as content
@@ -71,6 +76,15 @@ class ChatCoinRAG(BaseChatModel):
     max_retries: int = 0
     """Taken for the sake of applications that set it; a local model has nothing to try again."""
     use_kv: bool = True
+    base_url: str | None = None
+    api_key: str | None = Field(default=None, exclude=True, repr=False)
+    served_model: str | None = None
+    _answering: Answering = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Know who answers."""
+        super().model_post_init(context)
+        self._answering = Answering(self.base_url, self.api_key, self.served_model)
 
     @model_validator(mode="after")
     def _leave_room(self) -> ChatCoinRAG:
@@ -103,6 +117,7 @@ class ChatCoinRAG(BaseChatModel):
             "fingerprint": engine.fingerprint.digest,
             "adapter": engine.reader.adapter,
             "scope": str(engine.scope),
+            "base_url": self.base_url,
             **options,
         }
 
@@ -223,7 +238,7 @@ class ChatCoinRAG(BaseChatModel):
 
     def _open(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: dict[str, Any]
-    ) -> tuple[AnswerStream, CallReader]:
+    ) -> tuple[Stream, CallReader]:
         options = dict(kwargs)
         documents = options.pop(HANDLES, ())
         tools = offered_tools(options.pop("tools", None) or (), options.pop("tool_choice", None))
@@ -231,14 +246,14 @@ class ChatCoinRAG(BaseChatModel):
         generation = _adapters.generation_of(value, self.stop if stop is None else stop)
         turns = turns_of(self.rag, messages, documents)
         reader = CallReader(tool_names(tools))
-        engine = self.rag.engine
-        return engine.chat(turns, generation, tools=tools, use_kv=value["use_kv"]), reader
+        model = self._answering.of(self.rag.engine)
+        return model.chat(turns, generation, tools=tools, use_kv=value["use_kv"]), reader
 
-    def _result(self, stream: AnswerStream, reader: CallReader) -> ChatResult:
+    def _result(self, stream: Stream, reader: CallReader) -> ChatResult:
         message = message_of(self.model_name, stream.answer, reader.end()[1])
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last(self, stream: AnswerStream, reader: CallReader) -> ChatGenerationChunk:
+    def _last(self, stream: Stream, reader: CallReader) -> ChatGenerationChunk:
         message = last_chunk(self.model_name, stream.answer, reader.end()[1])
         return ChatGenerationChunk(message=message)
 
@@ -246,9 +261,7 @@ class ChatCoinRAG(BaseChatModel):
         timeout: float | None = kwargs.get("timeout", self.timeout)
         return timeout
 
-    def _in_time(
-        self, stream: AnswerStream, kwargs: Mapping[str, Any]
-    ) -> Generator[str, None, None]:
+    def _in_time(self, stream: Stream, kwargs: Mapping[str, Any]) -> Generator[str, None, None]:
         deadline = time.monotonic() + (self._timeout(kwargs) or float("inf"))
         try:
             for piece in stream:
@@ -263,7 +276,7 @@ def _check(deadline: float) -> None:
         raise TimeoutError("the answer took longer than timeout: raise it, or lower max_tokens")
 
 
-def _off_loop(stream: AnswerStream) -> aclosing[Any]:
+def _off_loop(stream: Stream) -> aclosing[Any]:
     return aclosing(_adapters.off_loop(stream))
 
 

@@ -10,15 +10,19 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from coinrag_integrations import _adapters
 from coinrag_integrations.engine import Answer, AnswerStream, strip_handles
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.serving.answering import Answering
+from coinrag_integrations.serving.client import ServedStream
 
 
 class CoinRAGLLM(BaseLLM):
     """Goes on after a text, without a chat template; marked passages are read as KV.
+
+    With `base_url` the model runs in a vLLM server: see `ChatCoinRAG`.
 
     >>> CoinRAGLLM(rag=rag, max_tokens=32).invoke("The tidal organ was built by")
     """
@@ -33,6 +37,15 @@ class CoinRAGLLM(BaseLLM):
     seed: int | None = None
     stop: list[str] | None = None
     use_kv: bool = True
+    base_url: str | None = None
+    api_key: str | None = Field(default=None, exclude=True, repr=False)
+    served_model: str | None = None
+    _answering: Answering = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Know who answers."""
+        super().model_post_init(context)
+        self._answering = Answering(self.base_url, self.api_key, self.served_model)
 
     @property
     def _llm_type(self) -> str:
@@ -47,6 +60,7 @@ class CoinRAGLLM(BaseLLM):
             "fingerprint": engine.fingerprint.digest,
             "adapter": engine.reader.adapter,
             "scope": str(engine.scope),
+            "base_url": self.base_url,
             **_adapters.call_options(self, {}, also=("stop",)),
         }
 
@@ -102,10 +116,13 @@ class CoinRAGLLM(BaseLLM):
             stream.close()
         yield GenerationChunk(text="", generation_info=_said_of(stream.answer))
 
-    def _open(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerStream:
+    def _open(
+        self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> AnswerStream | ServedStream:
         options = _adapters.call_options(self, kwargs)
         generation = _adapters.generation_of(options, self.stop if stop is None else stop)
-        return self.rag.engine.complete(prompt, generation, use_kv=options["use_kv"])
+        model = self._answering.of(self.rag.engine)
+        return model.complete(prompt, generation, use_kv=options["use_kv"])
 
 
 def _said_of(answer: Answer) -> dict[str, Any]:

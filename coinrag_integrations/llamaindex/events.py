@@ -10,10 +10,11 @@ from llama_index_instrumentation.base.event import BaseEvent
 
 from coinrag_integrations.engine import AnswerStream
 from coinrag_integrations.reply import ReplyStream
+from coinrag_integrations.serving.client import ServedStream
 
 dispatcher = get_dispatcher(__name__)
 
-_Stream = TypeVar("_Stream", AnswerStream, ReplyStream)
+_Stream = TypeVar("_Stream", bound=AnswerStream | ReplyStream | ServedStream)
 
 
 class KVComposeStartEvent(BaseEvent):
@@ -53,7 +54,7 @@ def composing(compose: Callable[[], _Stream]) -> _Stream:
     """What `compose` returns, with the events around it."""
     dispatcher.event(KVComposeStartEvent())
     stream = compose()
-    answer = stream.answer if isinstance(stream, AnswerStream) else stream.reply.answer
+    answer = stream.reply.answer if isinstance(stream, ReplyStream) else stream.answer
     dispatcher.event(
         KVComposeEndEvent(
             n_spans=len(answer.spans),

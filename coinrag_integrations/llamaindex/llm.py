@@ -35,8 +35,11 @@ from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.llamaindex._bound import Bound
 from coinrag_integrations.llamaindex.events import composing
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.serving.answering import Answering
+from coinrag_integrations.serving.client import ServedStream
 
 _Response = TypeVar("_Response")
+Stream = AnswerStream | ServedStream
 _ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
@@ -52,7 +55,8 @@ class CoinRAGLLM(LLM):
     Passages whose handles a prompt holds (nodes of `CoinRAGRetriever` bring them along) are read from
     the store; everything else is computed, but for what an earlier turn of the same conversation has
     left. `chat` goes through the model's chat template, and so does `complete`, unless there is none.
-    The fields can be given to each call as well.
+    The fields can be given to each call as well. With `base_url` the model runs in a vLLM server (see
+    docs/deploy.md); passages whose KV it cannot use are computed there as text.
 
         >>> llm = CoinRAGLLM.from_defaults(rag, max_tokens=64)
         >>> index.as_query_engine(llm=llm)  # any LlamaIndex index whose nodes came from us
@@ -68,12 +72,17 @@ class CoinRAGLLM(LLM):
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     use_kv: bool = Field(default=True, description="False reads all passages as text.")
     has_chat_template: bool = Field(default=True, description="Whether turns have a form.")
+    base_url: str | None = Field(default=None, description="A vLLM server that runs the model.")
+    api_key: str | None = Field(default=None, description="Its key.", exclude=True, repr=False)
+    served_model: str | None = Field(default=None, description="Its name for the model.")
     _bound: Bound = PrivateAttr()
+    _answering: Answering = PrivateAttr()
 
     def __init__(self, *, rag: CoinRAG | None = None, **data: Any) -> None:
         """Prefer `from_defaults`. Without `rag` the LLM can be kept, but not used."""
         super().__init__(**data)
         self._bound = Bound(rag)
+        self._answering = Answering(self.base_url, self.api_key, self.served_model)
         if self.max_tokens >= self.context_window:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, which leaves no room for a prompt in a window of "
@@ -178,18 +187,18 @@ class CoinRAGLLM(LLM):
 
     # -- to the engine -------------------------------------------------------------------------
 
-    def _chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> AnswerStream:
+    def _chat(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Stream:
         turns = [_message(message) for message in messages]
-        engine = self._bound.need(self).engine
+        model = self._answering.of(self._bound.need(self).engine)
         generation, use_kv = self._options(kwargs)
-        return composing(lambda: engine.chat(turns, generation, use_kv=use_kv))
+        return composing(lambda: model.chat(turns, generation, use_kv=use_kv))
 
-    def _complete(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerStream:
+    def _complete(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> Stream:
         if self.has_chat_template and not formatted:
             return self._chat([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
-        engine = self._bound.need(self).engine
+        model = self._answering.of(self._bound.need(self).engine)
         generation, use_kv = self._options(kwargs)
-        return composing(lambda: engine.complete(prompt, generation, use_kv=use_kv))
+        return composing(lambda: model.complete(prompt, generation, use_kv=use_kv))
 
     def _options(self, kwargs: dict[str, Any]) -> tuple[GenerationConfig, bool]:
         """How to decode, and whether to use KV: the fields, unless a call says otherwise."""
@@ -215,13 +224,13 @@ def completion_of(answer: Answer, delta: str | None = None) -> CompletionRespons
     )
 
 
-def _finished(stream: AnswerStream) -> AnswerStream:
+def _finished(stream: Stream) -> Stream:
     for _ in stream:
         pass
     return stream
 
 
-async def _afinished(stream: AnswerStream) -> AnswerStream:
+async def _afinished(stream: Stream) -> Stream:
     async with aclosing(_adapters.off_loop(stream)) as pieces:
         async for _ in pieces:
             pass
@@ -229,7 +238,7 @@ async def _afinished(stream: AnswerStream) -> AnswerStream:
 
 
 def _streamed(
-    stream: AnswerStream, response: Callable[[AnswerStream, str], _Response]
+    stream: Stream, response: Callable[[Stream, str], _Response]
 ) -> Generator[_Response, None, None]:
     try:
         for piece in stream:
@@ -239,18 +248,18 @@ def _streamed(
 
 
 async def _astreamed(
-    stream: AnswerStream, response: Callable[[AnswerStream, str], _Response]
+    stream: Stream, response: Callable[[Stream, str], _Response]
 ) -> AsyncGenerator[_Response, None]:
     async with aclosing(_adapters.off_loop(stream)) as pieces:
         async for piece in pieces:
             yield response(stream, piece)
 
 
-def _completion(stream: AnswerStream, delta: str | None = None) -> CompletionResponse:
+def _completion(stream: Stream, delta: str | None = None) -> CompletionResponse:
     return completion_of(stream.answer, delta)
 
 
-def _chat_response(stream: AnswerStream, delta: str | None = None) -> ChatResponse:
+def _chat_response(stream: Stream, delta: str | None = None) -> ChatResponse:
     completion = _completion(stream, delta)
     return ChatResponse(
         message=ChatMessage(role=MessageRole.ASSISTANT, content=completion.text),

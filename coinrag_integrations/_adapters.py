@@ -22,7 +22,8 @@ from coinrag_integrations.engine.handles import Reason
 from coinrag_integrations.errors import ConfigError, DocumentError
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.reply import ReplyStream
-from coinrag_integrations.retrieval import Condition, Form, RetrievalConfig, is_list
+from coinrag_integrations.retrieval import Condition, RetrievalConfig, is_list
+from coinrag_integrations.retrieval.config import Form
 from coinrag_integrations.retrieval.filters import all_of, where_of
 from coinrag_integrations.types import Chunk, ChunkId, Nugget, ScoredSpan, Span, SpanRef
 
@@ -282,8 +283,8 @@ def retrieval_config(
         where=all_of([where_of(rag.retrieval.where), where_of(where)]),
         n_chunks=rag.retrieval.n_chunks if n_chunks is None else n_chunks,
         n_nuggets=rag.retrieval.n_nuggets if n_nuggets is None else n_nuggets,
-        form=form or rag.retrieval.form,
-        ratio=ratio or rag.retrieval.ratio,
+        form=rag.retrieval.form if form is None else form,
+        ratio=rag.retrieval.ratio if ratio is None else ratio,
     )
 
 

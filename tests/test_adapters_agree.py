@@ -1,15 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
 import pytest
 from langchain_core.documents import Document as LangDocument
 from llama_index.core.schema import Document as LlamaDocument
+from llama_index.core.schema import MetadataMode
 
 from coinrag_integrations import langchain, llamaindex
-from coinrag_integrations.engine import GenerationConfig
+from coinrag_integrations._adapters import plain_ref
+from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, LoadedModel
+from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain import _convert as lang
 from coinrag_integrations.llamaindex import _convert as llama
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval import SpanIndex, open_client
+from coinrag_integrations.retrieval.config import Form
 from tests.adapters import FIRST, QUESTION, TEXTS, WIDE
+from tests.engine.c2kv.parts import trained
+from tests.slots import FORMS
+from tests.tiny import HashEmbedder
 
 QUESTIONS = [QUESTION, FIRST, "When does the café open?", "Where is the wheel?"]
 
@@ -59,3 +72,119 @@ def test_both_cut_documents_alike(filled: CoinRAG):
     for node, piece in zip(nodes, pieces, strict=True):
         assert node.start_char_idx == piece.metadata["start_index"]
         assert llama.nuggets_of(node) == lang.nuggets_of(piece)
+
+
+# -- forms of C2KV -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slotted(tmp_path: Path, model: LoadedModel) -> Iterator[CoinRAG]:
+    """A store with slots of 4 and 8 tokens."""
+    config = EngineConfig(chunk_tokens=32, coverage="all", c2kv=(4, 8), load="read")
+    with Engine(model, tmp_path / "slots", config, extractor=trained(model)) as engine:
+        index = SpanIndex(open_client(None), HashEmbedder(), f"t{uuid4().hex}")
+        rag = CoinRAG(engine, index, generation=GenerationConfig(max_new_tokens=8), retrieval=WIDE)
+        langchain.add_documents(rag, lang_documents())
+        yield rag
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ratio", [None, 8])
+def test_both_read_the_same_in_every_form(slotted: CoinRAG, form: Form, ratio: int | None):
+    nodes = llamaindex.CoinRAGRetriever(slotted, form=form, ratio=ratio).retrieve(QUESTION)
+    documents = langchain.CoinRAGRetriever(rag=slotted, form=form, ratio=ratio).invoke(QUESTION)
+    config = replace(WIDE, form=form, ratio=ratio)
+    spans = slotted.retrieve(QUESTION, config=config)
+    assert [llama.span_of(node) for node in nodes] == spans
+    assert [lang.span_of(document) for document in documents] == spans
+    assert [node.node.node_id for node in nodes] == [document.id for document in documents]
+    assert len({document.id for document in documents}) == len(spans)
+    assert {span.ref.ratio for span in spans} <= {1, ratio or 4}
+
+    engine = llamaindex.CoinRAGQueryEngine.from_args(slotted, form=form, ratio=ratio)
+    output = langchain.create_coinrag_chain(slotted, form=form, ratio=ratio).invoke(QUESTION)
+    response, reply = engine.query(QUESTION), slotted.ask(QUESTION, retrieval=config)
+    assert str(response) == output["answer"] == reply.text
+    for report in (response.metadata["coinrag"], output["coinrag"]):
+        assert report["spans"] == [plain_ref(ref) for ref in reply.answer.spans]
+        assert (report["recomputed"], report["refused"]) == ([], {})
+        assert report["usage"]["cached"] == reply.answer.usage.cached
+
+
+@pytest.mark.parametrize("form", ["c2kv", "hybrid", "slots", "background"])
+def test_slots_are_read_out_of_marked_prompts(slotted: CoinRAG, form: Form):
+    spans = slotted.retrieve(QUESTION, config=replace(WIDE, form=form))
+    nodes = llamaindex.CoinRAGRetriever(slotted, form=form).retrieve(QUESTION)
+    documents = langchain.CoinRAGRetriever(rag=slotted, form=form).invoke(QUESTION)
+    shown = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
+    for text, document in zip(shown, documents, strict=True):
+        assert text.endswith(f"\n\n{document.page_content}")  # behind metadata that are shown
+    assert any("⟦k4:" in text for text in shown)
+    prompt = "\n".join([*shown, "Who?"])
+    completed = llamaindex.CoinRAGLLM.from_defaults(slotted, max_tokens=4).complete(prompt)
+    said = langchain.ChatCoinRAG(rag=slotted, max_tokens=4).invoke(prompt)
+    for found in (completed.raw, said.response_metadata["coinrag"]):
+        assert found["spans"] == [plain_ref(span.ref) for span in spans]
+        assert (found["recomputed"], found["refused"]) == ([], {})
+
+
+def test_slots_whose_words_were_altered_are_read_as_text(slotted: CoinRAG):
+    (document, *others) = langchain.CoinRAGRetriever(rag=slotted, form="c2kv").invoke(QUESTION)
+    changed = document.model_copy(update={"page_content": document.page_content + "!"})
+    answers = langchain.CoinRAGGenerator(rag=slotted)
+    assert answers.invoke({"question": QUESTION, "documents": [changed, *others]})
+    assert isinstance(lang.context_of(changed), str)
+    (node, *_) = llamaindex.CoinRAGRetriever(slotted, form="c2kv").retrieve(QUESTION)
+    shown = node.node.get_content(metadata_mode=MetadataMode.LLM)
+    prompt = shown.replace("⟦/k⟧", "!⟦/k⟧")
+    completed = llamaindex.CoinRAGLLM.from_defaults(slotted, max_tokens=4).complete(prompt)
+    assert completed.raw["refused"] == {"altered": 1}
+    assert completed.raw["spans"] == []
+
+
+@pytest.mark.parametrize("ratio", [0, -4, "four", None, [4], 2**40])
+def test_a_ratio_that_is_none_makes_a_text(slotted: CoinRAG, ratio: object):
+    """Metadata may have been through any database."""
+    spans = slotted.retrieve(QUESTION)
+    late = next(span for span in spans if span.ref.start)
+    document = lang.document_of(late)
+    document.metadata["coinrag_ratio"] = ratio
+    assert lang.context_of(document) == late.text
+
+
+def test_slots_that_are_not_made_any_more_are_read_as_text(slotted: CoinRAG):
+    (document, *_) = langchain.CoinRAGRetriever(rag=slotted, form="c2kv").invoke(QUESTION)
+    document.metadata["coinrag_ratio"] = 16
+    stream = slotted.stream_spans(QUESTION, [lang.span_of(document)])
+    assert "".join(stream)
+    assert (stream.reply.spans, stream.reply.answer.refused) == ((), {"unknown": 1})
+    assert stream.reply.answer.usage.online > len(document.page_content.split())
+
+
+def test_spans_and_slots_of_the_same_tokens_are_not_one(slotted: CoinRAG):
+    whole = langchain.CoinRAGRetriever(rag=slotted, form="chunks").invoke(QUESTION)
+    slots = langchain.CoinRAGRetriever(rag=slotted, form="c2kv").invoke(QUESTION)
+    assert {document.id for document in whole}.isdisjoint(document.id for document in slots)
+    assert all("coinrag_ratio" not in document.metadata for document in whole)
+    assert all(document.metadata["coinrag_ratio"] == 4 for document in slots)
+
+
+def test_forms_go_to_the_retriever_or_to_who_makes_it(slotted: CoinRAG):
+    of_index = llamaindex.CoinRAGIndex(slotted).as_query_engine(form="c2kv", ratio=8)
+    chat = llamaindex.CoinRAGIndex(slotted).as_chat_engine("context", form="c2kv", ratio=8)
+    for response in (of_index.query(QUESTION), chat.chat(QUESTION)):
+        spans = response.metadata["coinrag"]["spans"]
+        assert spans
+        assert all(span[3:] == [8] for span in spans)
+    ours, theirs = (
+        llamaindex.CoinRAGRetriever(slotted),
+        langchain.CoinRAGRetriever(rag=slotted),
+    )
+    with pytest.raises(ConfigError, match="form"):
+        llamaindex.CoinRAGQueryEngine.from_args(slotted, retriever=ours, form="c2kv")
+    with pytest.raises(ConfigError, match="form"):
+        llamaindex.CoinRAGChatEngine.from_defaults(slotted, retriever=ours, ratio=4)
+    with pytest.raises(ConfigError, match="form"):
+        langchain.create_coinrag_chain(slotted, theirs, form="c2kv")
+    with pytest.raises(ConfigError, match="ratio=0"):
+        llamaindex.CoinRAGRetriever(slotted, form="c2kv", ratio=0)

@@ -199,8 +199,8 @@ def test_a_file_of_other_content_is_found(model: LoadedModel, tmp_path: Path) ->
     with flips.open_engine(model, tmp_path / "store", config, "raise") as warm:
         assert not list(flips.examine(warm, targets[0], targets[0].content))
         chunk = warm.catalog.chunk(targets[0].refs[0].chunk_id)
-        _, kv = next(iter(warm.encode([chunk])))
-        warm.store_chunk(chunk, kv + 1)  # checksums and all
+        _, forms = next(iter(warm.encode([chunk])))
+        warm.store_chunk(chunk, {1: forms[1] + 1})  # checksums and all
         wrong = targets[0].path.read_bytes()
         assert any("has other KV" in fault for fault in flips.examine(warm, targets[0], wrong))
 

@@ -193,10 +193,12 @@ def test_settings_survive_a_round_trip(tmp_path):
         dtype="bfloat16",
         limits=Limits(max_bytes=10**12, tenant_bytes={"a": 10**9, "b": 1}),
         remote="s3://bucket/kv",
+        extractor="some/folder",
         engine=EngineConfig(
             chunk_tokens=99,
             context="after_prompt",
             coverage="all",
+            c2kv=(4, 16),
             codec="int4",
             prompt=PromptTemplate(system='"quoted"\n', answer="It is"),
         ),
@@ -218,7 +220,13 @@ def test_a_store_remembers_what_its_bytes_depend_on_and_not_how_it_is_used(tmp_p
         "kernels": "torch",
         "execution": "compiled",
     }
-    kept = {"chunk_tokens": 99, "context": "after_prompt", "coverage": "all", "codec": "int8"}
+    kept = {
+        "chunk_tokens": 99,
+        "context": "after_prompt",
+        "coverage": "all",
+        "c2kv": (8, 4),
+        "codec": "int8",
+    }
     prompt = PromptTemplate(system="Short.")
     assert {f.name for f in fields(EngineConfig)} == {*used, *kept, "prompt"}
     given = EngineConfig(**used, **kept, prompt=prompt)

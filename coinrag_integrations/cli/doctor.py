@@ -74,13 +74,14 @@ def _check_model(model: str, store: Path | None) -> dict[str, Any]:
     import tempfile
 
     from coinrag_integrations.engine import Engine, EngineConfig, load_model
-    from coinrag_integrations.settings import StoreSettings, resolve_model
+    from coinrag_integrations.settings import StoreSettings, load_extractor, resolve_model
 
     settings = StoreSettings(model=model) if store is None else StoreSettings.load(store)
     loaded = load_model(resolve_model(model), dtype=settings.dtype)
     with tempfile.TemporaryDirectory() as scratch:
         config = EngineConfig() if store is None else settings.engine
-        with Engine(loaded, store or scratch, config) as engine:
+        extractor = None if store is None else load_extractor(settings, loaded)
+        with Engine(loaded, store or scratch, config, extractor=extractor) as engine:
             return {
                 "name": model,
                 "window": loaded.window,
@@ -93,6 +94,12 @@ def _check_model(model: str, store: Path | None) -> dict[str, Any]:
                 },
                 "layer_windows": list(loaded.layer_windows),
                 "fingerprint": engine.fingerprint.to_dict(),
+                "slots": {
+                    str(ratio): kept.fingerprint.extractor
+                    for ratio, kept in engine.forms.stores.items()
+                    if ratio > 1
+                }
+                or None,
                 "gate": asdict(engine.gate) | {"passed": engine.gate.passed},
             }
 

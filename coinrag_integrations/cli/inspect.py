@@ -54,11 +54,22 @@ def inspect(
         f"{n_nuggets} nuggets; {megabytes(Disk(store).usage()[''])} on disk in all"
     )
     output.say(f"model {settings.model}, embedder {settings.embedder}, {settings.limits}")
+    if settings.engine.c2kv:
+        ratios = " and ".join(map(str, settings.engine.c2kv))
+        output.say(f"slots of {ratios} tokens, made by extractor {settings.extractor}")
     kv: dict[str, dict[str, Any]] = {}
     for name, fingerprint in variants(folder / KV).items():
         sizes = [path.stat().st_size for path in (folder / KV / name).glob("??/*.safetensors")]
-        kv[name] = {"files": len(sizes), "bytes": sum(sizes), "fingerprint": fingerprint.to_dict()}
-        output.say(f"fingerprint {name}: {len(sizes)} KV files of {megabytes(sum(sizes))}")
+        kv[name] = {
+            "files": len(sizes),
+            "bytes": sum(sizes),
+            "ratio": fingerprint.ratio,
+            "fingerprint": fingerprint.to_dict(),
+        }
+        what = (
+            f"slots of {fingerprint.ratio} tokens" if fingerprint.ratio > 1 else "tokens' entries"
+        )
+        output.say(f"fingerprint {name}: {len(sizes)} files of {megabytes(sum(sizes))}, {what}")
         for key, value in fingerprint.to_dict().items():
             output.say(f"  {key}: {value}")
     for name in documents:

@@ -26,6 +26,7 @@ from coinrag_integrations.langchain._convert import context_of
 from coinrag_integrations.langchain.retriever import CoinRAGRetriever
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.reply import ReplyStream
+from coinrag_integrations.retrieval.config import Form
 
 T = TypeVar("T")
 
@@ -111,22 +112,26 @@ def create_coinrag_chain(
     *,
     k: int | None = None,
     n_chunks: int | None = None,
+    form: Form | None = None,
+    ratio: int | None = None,
     generation: GenerationConfig | None = None,
 ) -> Runnable[str | dict[str, Any], dict[str, Any]]:
     """Retrieve and answer: a question in, its answer with the documents it rests on out.
 
     The input is a string, or a dict with "question" or "input". The output holds the input's keys
     ("question" for a string), "context" (documents), "answer", and under "coinrag" the spans used,
-    token counts and timings. Streaming yields these one after the other, the answer in pieces.
+    token counts and timings. Streaming yields these one after the other, the answer in pieces. `k`,
+    `n_chunks`, `form` and `ratio` are those of `CoinRAGRetriever`.
 
     Raises:
-        ConfigError: both a retriever and its widths are given.
+        ConfigError: both a retriever and what it should look for are given.
     """
-    if retriever is not None and (k is not None or n_chunks is not None):
-        raise ConfigError("give k and n_chunks to the retriever, or no retriever")
+    if retriever is not None and any(it is not None for it in (k, n_chunks, form, ratio)):
+        raise ConfigError("give k, n_chunks, form and ratio to the retriever, or no retriever")
     return _CoinRAGChain(
         rag=rag,
-        retriever=retriever or CoinRAGRetriever(rag=rag, k=k, n_chunks=n_chunks, render="text"),
+        retriever=retriever
+        or CoinRAGRetriever(rag=rag, k=k, n_chunks=n_chunks, form=form, ratio=ratio, render="text"),
         generation=generation,
     )
 

@@ -16,7 +16,8 @@ from pydantic import ConfigDict
 from coinrag_integrations import _adapters
 from coinrag_integrations.langchain._convert import document_of
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.retrieval import Condition, Form, all_of, where_of
+from coinrag_integrations.retrieval import Condition, all_of, where_of
+from coinrag_integrations.retrieval.config import Form
 
 
 class CoinRAGRetriever(BaseRetriever):
@@ -25,8 +26,8 @@ class CoinRAGRetriever(BaseRetriever):
     In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every
     `ratio` tokens. `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are
     the store's own if left out, and may be given for one call, as may `filter`, a condition on documents'
-    metadata in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind its
-    handle, from which `ChatCoinRAG` reads KV in any prompt; `render="text"` leaves the handle out, for
+    metadata in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind
+    its handle, from which `ChatCoinRAG` reads KV in any prompt; `render="text"` leaves the handle out, for
     other models and for people. `metadata["coinrag_score"]` is a cosine similarity.
 
         >>> CoinRAGRetriever(rag=rag, k=5).invoke("Who built the tidal organ?", k=3)

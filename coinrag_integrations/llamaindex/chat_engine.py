@@ -34,6 +34,7 @@ from coinrag_integrations.llamaindex.prompt_helper import count_with
 from coinrag_integrations.llamaindex.retriever import CoinRAGRetriever
 from coinrag_integrations.llamaindex.span_node import SpanNode
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval.config import Form
 
 ChatMode = Literal["context", "condense_plus_context"]
 
@@ -105,16 +106,26 @@ class CoinRAGChatEngine(BaseChatEngine):
         rag: CoinRAG,
         *,
         retriever: BaseRetriever | None = None,
+        form: Form | None = None,
+        ratio: int | None = None,
         llm: CoinRAGLLM | None = None,
         memory: BaseMemory | None = None,
         chat_history: list[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """An engine with a retriever, a model and a memory of its own, unless they are given."""
+        """An engine with a retriever, a model and a memory of its own, unless they are given.
+
+        `form` and `ratio` are those of its `CoinRAGRetriever`.
+
+        Raises:
+            ConfigError: a retriever is given as well, no such form, or an unknown `chat_mode`.
+        """
+        if retriever is not None and (form, ratio) != (None, None):
+            raise ConfigError("give form and ratio to the retriever, or no retriever")
         llm = llm or CoinRAGLLM.from_defaults(rag)
         return cls(
             rag,
-            retriever=retriever or CoinRAGRetriever(rag),
+            retriever=retriever or CoinRAGRetriever(rag, form=form, ratio=ratio),
             llm=llm,
             memory=memory
             or Memory.from_defaults(

@@ -28,6 +28,7 @@ from coinrag_integrations.llamaindex.prompt_helper import MarkedPromptHelper
 from coinrag_integrations.llamaindex.query_engine import CoinRAGQueryEngine
 from coinrag_integrations.llamaindex.retriever import CoinRAGRetriever
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval.config import Form
 
 _OF_THE_FAST_ENGINE = {"node_postprocessors", "generation", "streaming", "callback_manager"}
 _WITHOUT_LLM: dict[ResponseMode, type[NoText] | type[ContextOnly]] = {
@@ -100,6 +101,8 @@ class CoinRAGIndex:
         n_chunks: int | None = None,
         n_nuggets: int | None = None,
         similarity_top_k: int | None = None,
+        form: Form | None = None,
+        ratio: int | None = None,
         filters: MetadataFilters | None = None,
         **options: Any,
     ) -> BaseQueryEngine:
@@ -111,6 +114,8 @@ class CoinRAGIndex:
         retriever = self.as_retriever(
             n_chunks=n_chunks,
             n_nuggets=similarity_top_k if n_nuggets is None else n_nuggets,
+            form=form,
+            ratio=ratio,
             filters=filters,
             with_handles=llm is None or isinstance(llm, CoinRAGLLM),
         )

@@ -22,6 +22,7 @@ from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.llamaindex.retriever import CoinRAGRetriever
 from coinrag_integrations.llamaindex.synthesizer import CoinRAGSynthesizer
 from coinrag_integrations.rag import CoinRAG
+from coinrag_integrations.retrieval.config import Form
 
 dispatcher = get_dispatcher(__name__)
 
@@ -47,20 +48,23 @@ class CoinRAGQueryEngine(RetrieverQueryEngine):
         retriever: BaseRetriever | None = None,
         n_chunks: int | None = None,
         n_nuggets: int | None = None,
+        form: Form | None = None,
+        ratio: int | None = None,
         filters: MetadataFilters | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         generation: GenerationConfig | None = None,
         streaming: bool = False,
         callback_manager: CallbackManager | None = None,
     ) -> Self:
-        """An engine with a `CoinRAGRetriever` of the given widths and filters, or with `retriever`.
+        """An engine with a `CoinRAGRetriever` of the given widths, form and filters, or with `retriever`.
 
         Raises:
-            ConfigError: both a retriever and widths or filters are given, or these are impossible.
+            ConfigError: both a retriever and any of these are given, or they are impossible.
         """
-        if retriever is not None and (n_chunks, n_nuggets, filters) != (None, None, None):
+        given = (n_chunks, n_nuggets, form, ratio, filters)
+        if retriever is not None and any(it is not None for it in given):
             raise ConfigError(
-                "give n_chunks, n_nuggets and filters to the retriever, or no retriever"
+                "give n_chunks, n_nuggets, form, ratio and filters to the retriever, or no retriever"
             )
         manager = callback_manager or Settings.callback_manager
         return cls(
@@ -69,6 +73,8 @@ class CoinRAGQueryEngine(RetrieverQueryEngine):
                 rag,
                 n_chunks=n_chunks,
                 n_nuggets=n_nuggets,
+                form=form,
+                ratio=ratio,
                 filters=filters,
                 callback_manager=manager,
             ),

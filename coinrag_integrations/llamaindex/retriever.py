@@ -15,7 +15,7 @@ from coinrag_integrations import _adapters
 from coinrag_integrations.llamaindex._convert import node_of
 from coinrag_integrations.llamaindex._filters import condition_of
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.retrieval import Form
+from coinrag_integrations.retrieval.config import Form
 
 
 class CoinRAGRetriever(BaseRetriever):

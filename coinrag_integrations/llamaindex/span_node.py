@@ -19,8 +19,8 @@ class SpanNode(TextNode):
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
         """The words, with metadata and handle as the mode asks."""
-        content = super().get_content(metadata_mode)
         if metadata_mode != MetadataMode.LLM or not self.handle:
-            return content
-        before, words, after = content.rpartition(self.text)
-        return f"{before}{mark(self.handle, words)}{after}"
+            return super().get_content(metadata_mode)
+        # Marked first: LlamaIndex strips what it puts together, and words may end in white space.
+        marked = {"text": mark(self.handle, self.text), "handle": ""}
+        return self.model_copy(update=marked).get_content(metadata_mode)

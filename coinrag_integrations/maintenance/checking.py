@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,8 @@ class VariantReport:
     """The KV files of one fingerprint in one scope.
 
     `corrupt` and `missing` are chunks of documents that are there; `missing` KV is encoded again when it
-    is asked for. `orphans` are files of no chunk that is there: ids, or names that are no chunk's.
+    is asked for. Slots at a ratio that the store does not make any more are never missing. `orphans` are
+    files of no chunk that is there: ids, or names that are no chunk's.
     """
 
     name: str
@@ -86,7 +87,8 @@ def verify(
         StoreError, SpanIndexError: there is no store, or it cannot be read at all.
     """
     with open_store(folder) as it:
-        return [_verify(scope, full, on_progress) for scope in it.scopes()]
+        ratios = {1, *it.settings.engine.c2kv}
+        return [_verify(scope, ratios, full, on_progress) for scope in it.scopes()]
 
 
 def repair(rag: CoinRAG, on_progress: OnProgress | None = None) -> int:
@@ -146,7 +148,9 @@ def _is_whole(engine: Engine, chunk: Chunk) -> bool:
     return True
 
 
-def _verify(scope: OpenScope, full: bool, on_progress: OnProgress | None) -> ScopeReport:
+def _verify(
+    scope: OpenScope, ratios: Collection[int], full: bool, on_progress: OnProgress | None
+) -> ScopeReport:
     catalog = scope.catalog
     chunks: dict[ChunkId, bool] = {}
     damaged = 0
@@ -170,7 +174,14 @@ def _verify(scope: OpenScope, full: bool, on_progress: OnProgress | None) -> Sco
         ),
         unknown=tuple(sorted((rows | nugget_rows) - chunks.keys())),
         variants=tuple(
-            _verify_variant(name, store, list(chunks), full, on_progress)
+            _verify_variant(
+                name,
+                store,
+                list(chunks),
+                full,
+                store.codec.ratio in ratios,
+                on_progress,
+            )
             for name, store in scope.stores.items()
         ),
     )
@@ -181,6 +192,7 @@ def _verify_variant(
     store: KVStore,
     chunks: Sequence[ChunkId],
     full: bool,
+    is_made: bool,
     on_progress: OnProgress | None,
 ) -> VariantReport:
     files = set(store)
@@ -194,7 +206,8 @@ def _verify_variant(
             corrupt.append(chunk_id)
         if on_progress:
             on_progress(done + 1, len(files))
-    missing = [i for i in chunks if i not in files and store.tier(i) == "disk"]
+    wanted = chunks if is_made else ()
+    missing = [i for i in wanted if i not in files and store.tier(i) == "disk"]
     return VariantReport(
         name=name,
         n_files=len(files),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coinrag_integrations.retrieval.chroma import clean_metadata, is_list, open_client, pages
-from coinrag_integrations.retrieval.config import Form, RetrievalConfig
+from coinrag_integrations.retrieval.config import RetrievalConfig
 from coinrag_integrations.retrieval.embedders import BGEM3Embedder, Embedder, MiniLMEmbedder
 from coinrag_integrations.retrieval.filters import Condition, all_of, any_of, where_of
 from coinrag_integrations.retrieval.folder import ChromaFolder
@@ -16,7 +16,6 @@ __all__ = [
     "Condition",
     "CrossEncoder",
     "Embedder",
-    "Form",
     "MiniLMEmbedder",
     "RetrievalConfig",
     "SpanIndex",

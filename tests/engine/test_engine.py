@@ -114,17 +114,17 @@ def test_a_span_of_a_chunk_has_seen_the_text_before_it(engine):
     ours = engine.compose([span])[0].kv[:, 1, 0, :, len(engine.prompt.head) :]
     alone = dataclasses.replace(chunk, token_ids=chunk.token_ids[10:20])
     ((_, blind),) = engine.encode([alone])
-    assert (ours[-1] - blind.permute(1, 2, 3, 0, 4)[-1, 1]).abs().max() > 0.1
+    assert (ours[-1] - blind[1].permute(1, 2, 3, 0, 4)[-1, 1]).abs().max() > 0.1
 
 
 def test_encoding_goes_in_batches_and_gives_every_chunk_its_own(engine):
-    engine.config = dataclasses.replace(engine.config, batch_tokens=70)
+    engine.forms = dataclasses.replace(engine.forms, batch_tokens=70)
     chunks = engine.chunk(Document(document_id="d", text=TEXT * 2))
     encoded = list(engine.encode(chunks))
     assert [c for c, _ in encoded] == list(chunks)
-    for chunk, kv in encoded:
+    for chunk, forms in encoded:
         ((_, alone),) = engine.encode([chunk])
-        torch.testing.assert_close(kv, alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(forms[1], alone[1], rtol=1e-5, atol=1e-5)
 
 
 def test_an_answer_says_what_it_rests_on(engine):

@@ -32,6 +32,7 @@ SLOTS = replace(
     learning_rate=0.02,
     n_examples=64,
     shuffle=1.0,
+    kl_question=0.0,  # held out is the likelihood of answers alone
 )
 
 
@@ -146,11 +147,13 @@ def test_gradients_reach_what_is_trained_and_nothing_else(model: LoadedModel):
         assert not any(weight.requires_grad for weight in other.hf.parameters())
 
 
-def test_the_objective_is_the_loss_and_the_distance_from_the_teacher(model: LoadedModel):
+@pytest.mark.parametrize("name", ["kl", "kl_question"])
+def test_the_objective_is_the_loss_and_the_distance_from_the_teacher(model: LoadedModel, name: str):
     sampler = Sampler.of(model, HashEmbedder(), SLOTS)
     samples = [sample_of(sampler, i) for i in (3, 7, 21)]
     plain, taught, twice = (
-        SlotLearner(model, replace(SLOTS, kl=kl), model) for kl in (0.0, 1.0, 2.0)
+        SlotLearner(model, replace(SLOTS, **{"kl": 0.0, name: weight}), model)
+        for weight in (0.0, 1.0, 2.0)
     )
     with torch.no_grad():
         loss, one, two = (it.objective(samples) for it in (plain, taught, twice))
@@ -174,10 +177,33 @@ def test_a_bf16_model_is_trained_and_read_by_its_reader(tmp_path: Path):
 
 
 def test_slots_need_whole_chunks_and_ratios():
-    for wrong in ({"context": "spans"}, {"ratios": ()}, {"ratios": (0,)}, {"kl": -1.0}):
+    for wrong in ({"context": "spans"}, {"ratios": ()}, {"ratios": (0,)}):
         with pytest.raises(ConfigError):
             replace(SLOTS, **wrong)
+    for name in ("kl", "kl_question"):
+        with pytest.raises(ConfigError, match=f"{name}=-1.0"):
+            replace(SLOTS, **{name: -1.0})
     with pytest.raises(ConfigError, match="init is 'first'"):
         replace(SLOTS, init="first")
     recipe = ReaderConfig.slot_recipe((4, 8), 100)
     assert (recipe.kind, recipe.ratios, recipe.context) == ("c2kv", (4, 8), "chunks")
+
+
+def test_kept_entries_train_the_same_extractor(model: LoadedModel, trained, tmp_path: Path):
+    """Encoded once, read the second time; a file that cannot be trusted is encoded again."""
+    cache = tmp_path / "cache"
+    for turn in ("first", "second"):
+        folder = tmp_path / turn
+        train_reader(model, EXAMPLES, HashEmbedder(), folder, SLOTS, cache=cache)
+        digest = Extractor.load(folder, model).digest
+        assert digest == Extractor.load(trained[0], model).digest
+        files = sorted(cache.rglob("*.safetensors"))
+        assert files
+        if turn == "first":
+            written = {path: path.stat().st_mtime_ns for path in files}
+            data = bytearray(files[0].read_bytes())
+            data[-40] ^= 1
+            files[0].write_bytes(data)
+            written[files[0]] = 0
+    again = {path for path in files if path.stat().st_mtime_ns != written[path]}
+    assert again == {files[0]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from coinrag_integrations.engine.fingerprint import Fingerprint
@@ -37,9 +38,11 @@ def choose_variant(kv: Path, fingerprint: Fingerprint, *, add: bool = False) -> 
     """
     folder = kv / fingerprint.digest[:16]
     if not (folder / _NOTE).exists():
-        others = variants(kv)
-        if others and not add:
-            raise _mismatch(kv, _nearest(list(others.values()), fingerprint), fingerprint)
+        others = list(variants(kv).values())
+        # Where only slots are left of it, its entries may come again.
+        of_it = (replace(other, extractor=fingerprint.extractor) for other in others)
+        if others and not add and fingerprint not in of_it:
+            raise _mismatch(kv, _nearest(others, fingerprint), fingerprint)
     return folder
 
 

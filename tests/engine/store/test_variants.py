@@ -13,6 +13,7 @@ from coinrag_integrations.engine.store import Disk, KVStore, scope_folder
 from coinrag_integrations.engine.store.disk import KV
 from coinrag_integrations.engine.store.variants import (
     choose_variant,
+    claim,
     delete_everywhere,
     drop_variant,
     sweep_variants,
@@ -215,3 +216,12 @@ def test_a_note_that_cannot_be_read_is_an_error_that_names_it(kv, content):
     assert choose_variant(kv, fingerprint_of("none")) == kv / name_of("none")
     delete_everywhere(kv, ID, None, SCOPE)  # needs no note
     assert not list(kv.rglob(f"{ID}.safetensors"))
+
+
+def test_entries_may_stand_beside_slots_that_were_made_of_them(tmp_path):
+    """And beside no others: what slots are left of another model tells that the store is its."""
+    of_it = FINGERPRINT.of_slots("abc", 4)
+    claim(tmp_path / of_it.digest[:16], of_it)
+    assert choose_variant(tmp_path, FINGERPRINT).name == FINGERPRINT.digest[:16]
+    with pytest.raises(FingerprintMismatchError, match="weights"):
+        choose_variant(tmp_path, replace(FINGERPRINT, weights="other"))

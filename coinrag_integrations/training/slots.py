@@ -110,7 +110,7 @@ class SlotLearner:
             shared=self.shared,
             scale=self.config.alpha / self.config.rank,
             pairs={name: (it.a.to(dtype), it.b.to(dtype)) for name, it in self.changes.items()},
-            ratios=self.config.ratios,
+            ratios=tuple(sorted(set(self.config.ratios))),
             overlap=0,
             digest="",
         )

@@ -207,3 +207,10 @@ def test_kept_entries_train_the_same_extractor(model: LoadedModel, trained, tmp_
             written[files[0]] = 0
     again = {path for path in files if path.stat().st_mtime_ns != written[path]}
     assert again == {files[0]}
+
+
+def test_a_ratio_that_is_drawn_more_often_is_named_once(model: LoadedModel, tmp_path: Path):
+    config = replace(SLOTS, ratios=(4, 2, 4), n_examples=8)
+    train_reader(model, EXAMPLES, HashEmbedder(), tmp_path, config)
+    assert Extractor.load(tmp_path, model).ratios == (2, 4)
+    assert "in place of 2 or 4 tokens" in (tmp_path / "MODEL_CARD.md").read_text()

@@ -102,6 +102,7 @@ async def cancel_after_first_piece(
     """Cancel `work` while its second piece is computed, and see the generation stop."""
     task = asyncio.create_task(work)
     while not streams or streams[0].n_pieces < 1:
+        assert not task.done(), task.result()
         await asyncio.sleep(0.005)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -54,7 +54,10 @@ def composing(compose: Callable[[], _Stream]) -> _Stream:
     """What `compose` returns, with the events around it."""
     dispatcher.event(KVComposeStartEvent())
     stream = compose()
-    answer = stream.reply.answer if isinstance(stream, ReplyStream) else stream.answer
+    if isinstance(stream, AnswerStream | ServedStream):
+        answer = stream.answer
+    else:
+        answer = stream.reply.answer
     dispatcher.event(
         KVComposeEndEvent(
             n_spans=len(answer.spans),

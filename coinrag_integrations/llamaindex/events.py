@@ -54,10 +54,8 @@ def composing(compose: Callable[[], _Stream]) -> _Stream:
     """What `compose` returns, with the events around it."""
     dispatcher.event(KVComposeStartEvent())
     stream = compose()
-    if isinstance(stream, AnswerStream | ServedStream):
-        answer = stream.answer
-    else:
-        answer = stream.reply.answer
+    own = (AnswerStream, ServedStream)
+    answer = stream.answer if isinstance(stream, own) else stream.reply.answer
     dispatcher.event(
         KVComposeEndEvent(
             n_spans=len(answer.spans),

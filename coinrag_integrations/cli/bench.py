@@ -90,7 +90,7 @@ def ttft(
             f"{t.p50:.1f}",
             f"{t.mean:.1f}",
             f"{t.p99:.1f}",
-            *(f"{ms:.1f}" for ms in method.parts_ms.values()),
+            *(f"{ms:.1f}" for ms in report.parts_ms[name].values()),
             f"{method.entries:.0f}",
             megabytes(method.bytes_read),
         )

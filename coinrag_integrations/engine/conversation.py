@@ -13,7 +13,7 @@ from coinrag_integrations.engine.generation import GenerationConfig
 from coinrag_integrations.engine.handles import Handles, without_handles
 from coinrag_integrations.engine.kept import KeptPrefixes, atoms_of
 from coinrag_integrations.engine.messages import Message
-from coinrag_integrations.engine.plan import Piece, Text, head_of, without
+from coinrag_integrations.engine.plan import Piece, Text, has_slots, head_of, without
 from coinrag_integrations.engine.prompt_cache import PromptCache
 from coinrag_integrations.engine.runner import Runner
 from coinrag_integrations.engine.tokens import TextTokenizer
@@ -58,7 +58,8 @@ class Conversations:
         def keep(generated: Sequence[int], runner: Runner) -> None:
             self.kept.keep_from(runner, (*atoms, *generated))
 
-        rows = self.kept.longest(atoms[:-1])  # something has to be computed
+        # Something has to be computed; and rows before slots are moved, which kept ones are not.
+        rows = None if has_slots(pieces) else self.kept.longest(atoms[:-1])
         head = head_of(pieces)
         if rows is not None and rows.shape[3] <= len(head) and head in self.prompts:
             rows = None

@@ -288,12 +288,7 @@ class Engine:
         Raises:
             BudgetError: context, question and answer do not fit.
         """
-        pieces: list[Piece] = [
-            Text(self.prompt.head),
-            *self.prompt.context(context),
-            Text(self.prompt.tail(question)),
-        ]
-        return self.stream_pieces(pieces, generation)
+        return self.stream_pieces(self.prompt.around(question, context), generation)
 
     def stream_pieces(
         self, pieces: Sequence[Piece], generation: GenerationConfig | None = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from coinrag_integrations.errors import BudgetError
+from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.types import ChunkId, Span, SpanRef
 
 
@@ -126,7 +126,12 @@ def plan_prefix(
 
     Raises:
         BudgetError: the pieces take more than `max_entries` rows, or stand for more than `window` tokens.
+        ConfigError: slots behind kept rows, which stand at their own numbers and are not moved.
     """
+    if n_kept and has_slots(pieces):
+        raise ConfigError(
+            f"{n_kept} kept rows cannot stand before slots: compose all of the prefix"
+        )
     head = () if n_kept else head_of(pieces)
     pieces = without(pieces, len(head))
     segments: list[Segment] = []
@@ -165,6 +170,11 @@ def head_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
     """The text before the first span; nothing if there is no span."""
     first_span = next((i for i, p in enumerate(pieces) if isinstance(p, SpanRef)), 0)
     return tuple(i for p in pieces[:first_span] if isinstance(p, Text) for i in p.ids)
+
+
+def has_slots(pieces: Sequence[Piece]) -> bool:
+    """Whether some rows will stand for several tokens, so that all before them are moved."""
+    return any(isinstance(piece, SpanRef) and piece.ratio > 1 for piece in pieces)
 
 
 def without(pieces: Sequence[Piece], n: int) -> list[Piece]:

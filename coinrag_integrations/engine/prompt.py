@@ -61,6 +61,14 @@ class Prompt:
         words = self.tokenizer.encode(question.strip()).ids
         return (*self.before_question, *words, *self.after_question)
 
+    def around(self, question: str, context: Sequence[SpanRef | str]) -> list[Piece]:
+        """The whole prompt: head, context, and the question with what follows.
+
+        Raises:
+            ConfigError: as for `check_question`.
+        """
+        return [Text(self.head), *self.context(context), Text(self.tail(question))]
+
     def context(self, context: Sequence[SpanRef | str]) -> list[Piece]:
         """Spans in the store's order, and texts, with blank lines around these, where they stand."""
         pieces: list[Piece] = []

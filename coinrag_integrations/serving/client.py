@@ -20,7 +20,6 @@ from coinrag_integrations.engine import (
     Engine,
     GenerationConfig,
     Message,
-    Text,
     Timings,
     Usage,
 )
@@ -92,12 +91,7 @@ class ServedModel:
         Raises:
             ServingError: the server cannot be reached (also while pieces come).
         """
-        pieces: list[Piece] = [
-            Text(self._prompt.head),
-            *self._prompt.context(context),
-            Text(self._prompt.tail(question)),
-        ]
-        return self.stream_pieces(pieces, generation)
+        return self.stream_pieces(self._prompt.around(question, context), generation)
 
     def stream_pieces(
         self, pieces: Sequence[Piece], generation: GenerationConfig | None = None

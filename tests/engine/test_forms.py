@@ -93,6 +93,8 @@ def test_a_budget_is_of_rows_and_the_window_of_tokens():
         plan_prefix(pieces, max_entries=99)
     with pytest.raises(BudgetError, match="100 rows stand for 400 tokens"):
         plan_prefix(pieces, window=399)
+    with pytest.raises(ConfigError, match="5 kept rows cannot stand before slots"):
+        plan_prefix(pieces, n_kept=5)
 
 
 def test_spans_and_slots_of_a_chunk_stand_in_the_order_of_its_text():
@@ -365,3 +367,26 @@ def test_a_prompt_with_slots_is_answered_from_them(tmp_path):
         ends = engine.complete(f"Read: {mark(engine.handles.handle(ref), chunk.text)}", SHORT)
         "".join(ends)
         assert ends.answer.usage.online >= 2
+
+
+def test_what_an_earlier_turn_left_is_not_put_before_slots(tmp_path):
+    """Its rows stand at their own numbers, those before slots do not: nothing of it can be used."""
+    begin = "Read this first, word by word, and then answer. " * 3
+    answers = []
+    for turn in ("after another turn", "alone"):
+        with open_engine(tmp_path / turn) as engine:
+            chunk = fill(engine, LONG)[0]
+            ref = replace(chunk.ref(), ratio=8)
+            if turn == "after another turn":
+                "".join(engine.complete(f"{begin}Who?", SHORT))
+                left = engine.complete(f"{begin}Where?", SHORT)
+                "".join(left)
+                assert left.answer.usage.kept > 0, "there is something that could be used"
+            text = f"{begin}{mark(engine.handles.handle(ref), chunk.text)} Who?"
+            stream = engine.complete(text, GenerationConfig(max_new_tokens=8))
+            "".join(stream)
+            assert stream.answer.spans == (ref,)
+            answers.append(stream.answer)
+    after, alone = answers
+    assert after.text == alone.text
+    assert after.usage.kept == 0

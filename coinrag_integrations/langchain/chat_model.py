@@ -14,10 +14,10 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from coinrag_integrations import _adapters
-from coinrag_integrations.engine import AnswerStream, CallReader, strip_handles
+from coinrag_integrations.engine import CallReader, strip_handles
 from coinrag_integrations.engine.tool_calls import tool_names
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain._messages import (
@@ -27,15 +27,13 @@ from coinrag_integrations.langchain._messages import (
     openai_tool,
     turns_of,
 )
+from coinrag_integrations.langchain._served import Served, Stream
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.serving.answering import Answering
-from coinrag_integrations.serving.client import ServedStream
 
-Stream = AnswerStream | ServedStream
 HANDLES = "coinrag_handles"
 
 
-class ChatCoinRAG(BaseChatModel):
+class ChatCoinRAG(Served, BaseChatModel):
     """The store's own model, for any LangChain prompt, chain or agent.
 
     Setup:
@@ -76,15 +74,6 @@ class ChatCoinRAG(BaseChatModel):
     max_retries: int = 0
     """Taken for the sake of applications that set it; a local model has nothing to try again."""
     use_kv: bool = True
-    base_url: str | None = None
-    api_key: str | None = Field(default=None, exclude=True, repr=False)
-    served_model: str | None = None
-    _answering: Answering = PrivateAttr()
-
-    def model_post_init(self, context: Any) -> None:
-        """Know who answers."""
-        super().model_post_init(context)
-        self._answering = Answering(self.base_url, self.api_key, self.served_model)
 
     @model_validator(mode="after")
     def _leave_room(self) -> ChatCoinRAG:

@@ -10,16 +10,15 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field
 
 from coinrag_integrations import _adapters
-from coinrag_integrations.engine import Answer, AnswerStream, strip_handles
+from coinrag_integrations.engine import Answer, strip_handles
+from coinrag_integrations.langchain._served import Served, Stream
 from coinrag_integrations.rag import CoinRAG
-from coinrag_integrations.serving.answering import Answering
-from coinrag_integrations.serving.client import ServedStream
 
 
-class CoinRAGLLM(BaseLLM):
+class CoinRAGLLM(Served, BaseLLM):
     """Goes on after a text, without a chat template; marked passages are read as KV.
 
     With `base_url` the model runs in a vLLM server: see `ChatCoinRAG`.
@@ -37,15 +36,6 @@ class CoinRAGLLM(BaseLLM):
     seed: int | None = None
     stop: list[str] | None = None
     use_kv: bool = True
-    base_url: str | None = None
-    api_key: str | None = Field(default=None, exclude=True, repr=False)
-    served_model: str | None = None
-    _answering: Answering = PrivateAttr()
-
-    def model_post_init(self, context: Any) -> None:
-        """Know who answers."""
-        super().model_post_init(context)
-        self._answering = Answering(self.base_url, self.api_key, self.served_model)
 
     @property
     def _llm_type(self) -> str:
@@ -116,9 +106,7 @@ class CoinRAGLLM(BaseLLM):
             stream.close()
         yield GenerationChunk(text="", generation_info=_said_of(stream.answer))
 
-    def _open(
-        self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> AnswerStream | ServedStream:
+    def _open(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Stream:
         options = _adapters.call_options(self, kwargs)
         generation = _adapters.generation_of(options, self.stop if stop is None else stop)
         model = self._answering.of(self.rag.engine)

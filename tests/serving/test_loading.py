@@ -63,19 +63,24 @@ def test_what_lies_before_the_rest_is_not_read(served):
     assert rows.bytes_read == len(refs[2]) * served.loader.layout.bytes_per_entry
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "phi4-mini", "cohere", "llama-yarn", "smollm3"]
-)
-def test_rows_of_other_families(family, tmp_path):
-    config = EngineConfig(chunk_tokens=32, coverage="all", load="read")
-    with Engine(supported_model(family), tmp_path, config) as engine:
+def assert_loaded_as_composed(model, folder, **options):
+    """What a server loads of a new store is what its engine composes."""
+    config = EngineConfig(chunk_tokens=32, coverage="all", load="read", **options)
+    with Engine(model, folder, config) as engine:
         refs = spans(fill(engine, SENTENCES))
         prepare(engine)
-        serving = ServingConfig.parse({"store": str(tmp_path)})
+        serving = ServingConfig.parse({"store": str(folder)})
         loader = Loader.open(serving, engine.scope, torch.device("cpu"))
         injected = Injection(scope=engine.scope, head=engine.prompt.head, refs=refs)
         assert torch.equal(loader.load(injected).kv, expected(engine, refs))
         loader.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "phi4-mini", "cohere", "llama-yarn", "smollm3"]
+)
+def test_rows_of_other_families(family, tmp_path):
+    assert_loaded_as_composed(supported_model(family), tmp_path)
 
 
 def test_all_families_can_be_opened(tmp_path):
@@ -87,15 +92,7 @@ def test_all_families_can_be_opened(tmp_path):
 
 
 def test_codes_are_read_as_the_engine_reads_them(model, tmp_path):
-    config = EngineConfig(chunk_tokens=32, coverage="all", load="read", codec="int8")
-    with Engine(model, tmp_path, config) as engine:
-        refs = spans(fill(engine, SENTENCES))
-        prepare(engine)
-        serving = ServingConfig.parse({"store": str(tmp_path)})
-        loader = Loader.open(serving, engine.scope, torch.device("cpu"))
-        injected = Injection(scope=engine.scope, head=engine.prompt.head, refs=refs)
-        assert torch.equal(loader.load(injected).kv, expected(engine, refs))
-        loader.close()
+    assert_loaded_as_composed(model, tmp_path, codec="int8")
 
 
 def test_slots_lie_where_the_engine_puts_them(slotted):

@@ -178,7 +178,13 @@ def c2kv(
     n_examples: Annotated[int, typer.Option("--examples", min=1)] = 3200,
     minutes: Minutes = None,
     rank: Annotated[int, typer.Option(min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
+    copies: Annotated[
+        bool,
+        typer.Option("--copies", help="Copy the projections whole, as the paper, for no --rank."),
+    ] = False,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Default: 2e-3, of --copies 5e-5.")
+    ] = None,
     at_once: AtOnce = 4,
     seed: int = 0,
     json: Json = False,
@@ -187,14 +193,15 @@ def c2kv(
     from coinrag_integrations.settings import DEMO
     from coinrag_integrations.training import ReaderConfig
 
+    recipe = ReaderConfig.slot_recipe(parse_ratios("--ratios", ratios), n_examples, copies=copies)
     config = replace(
-        ReaderConfig.slot_recipe(parse_ratios("--ratios", ratios), n_examples),
+        recipe,
         kl=kl,
         kl_question=kl_question,
         init=init,  # type: ignore[arg-type]  # it checks the name
         rank=rank,
         alpha=2 * rank,
-        learning_rate=learning_rate,
+        learning_rate=recipe.learning_rate if learning_rate is None else learning_rate,
         at_once=at_once,
         seed=seed,
     )

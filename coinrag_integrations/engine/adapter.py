@@ -112,8 +112,7 @@ def with_adapter(model: LoadedModel, adapter: Adapter) -> LoadedModel:
             f"the adapter {adapter.folder} was trained over other weights than those of {model.name!r}: "
             "use the model that it was trained for, or train it anew"
         )
-    modules = dict(model.hf.named_modules())
-    shared: dict[int, Any] = {id(p): p for p in (*model.hf.parameters(), *model.hf.buffers())}
+    modules, changed = dict(model.hf.named_modules()), {}
     embeddings = model.hf.get_input_embeddings().weight
     for name, (a, b) in adapter.pairs.items():
         module, shape = modules.get(name), (b.shape[0], a.shape[1])
@@ -126,12 +125,22 @@ def with_adapter(model: LoadedModel, adapter: Adapter) -> LoadedModel:
         weight = module.weight
         with torch.no_grad():
             change = adapter.scale * (b.to(weight.device).float() @ a.to(weight.device).float())
-            merged = (weight.float() + change).to(weight.dtype)
-        shared[id(weight)] = nn.Parameter(merged, requires_grad=False)
+            changed[f"{name}.weight"] = (weight.float() + change).to(weight.dtype)
+    return with_weights(model, changed, adapter.digest)
+
+
+def with_weights(
+    model: LoadedModel, weights: Mapping[str, torch.Tensor], digest: str
+) -> LoadedModel:
+    """The model with other weights for some of its parameters, by name. Shares every other one."""
+    own = dict(model.hf.named_parameters())
+    shared: dict[int, Any] = {id(it): it for it in (*own.values(), *model.hf.buffers())}
+    for name, weight in weights.items():
+        shared[id(own[name])] = nn.Parameter(weight.to(own[name]), requires_grad=False)
     reader = copy.deepcopy(model.hf, shared).eval()
     if packed.is_packed(model.hf):
         packed.pack_linears(reader)
-    return replace(model, hf=reader, adapter=adapter.digest)
+    return replace(model, hf=reader, adapter=digest)
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -65,12 +65,14 @@ behind each of the chunks (KVLink, arXiv 2502.16002; there the tokens differ fro
 they are the same behind all). The model is frozen, what is cached stays valid."""
     if config["kind"] == "c2kv":
         ratios = " or ".join(map(str, sorted(set(config["ratios"]))))
-        return f"""Low-rank changes (rank {config["rank"]}) of the projections of queries, keys and values,
-and one embedding, for slots: one cached entry in place of {ratios} tokens (C2KV, arXiv 2607.17715;
-there the projections are copied whole). The model that encodes documents and the reader behind them
-are frozen. Losses are the reader's behind slots; beside them it was taught by what the reader says
-behind whole chunks: at the answer with weight {config["kl"]:g}, at the question with weight
-{config["kl_question"]:g}."""
+        changes = f"Low-rank changes (rank {config['rank']}; in the paper, whole copies)"
+        if config["copies"]:
+            changes = "Whole copies"
+        return f"""{changes} of the projections of queries, keys and values,
+and one embedding, for slots: one cached entry in place of {ratios} tokens (C2KV, arXiv 2607.17715).
+The model that encodes documents and the reader behind them are frozen. Losses are the reader's behind
+slots; beside them it was taught by what the reader says behind whole chunks: at the answer with weight
+{config["kl"]:g}, at the question with weight {config["kl_question"]:g}."""
     through = "with" if config["through_cache"] else "without"
     return f"""All weights, trained on questions and answers behind {reads}, {through} gradients
 through what was encoded. Use it with `CoinRAG.open(model=…)`: what the base model has cached does not

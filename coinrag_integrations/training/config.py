@@ -27,7 +27,8 @@ class ReaderConfig:
     `through_cache` lets gradients flow through what was encoded. "links": the embeddings of `n_links`
     tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
     model and a reader that stay as they are: slots begin as `init` says; a sample has a random number of
-    chunks, and one of `ratios`. Beside the answer's likelihood it is taught what the reader says behind
+    chunks, and one of `ratios`. What changes is of `rank`, or with `copies` whole projections, as in the
+    paper. Beside the answer's likelihood it is taught what the reader says behind
     the same chunks uncompressed, with weight `kl` at the answer, and `kl_question` at the question.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
@@ -54,6 +55,7 @@ class ReaderConfig:
     through_cache: bool = False
     init: Init = "last"
     ratios: tuple[int, ...] = (4,)
+    copies: bool = False
     kl: float = 1.0
     kl_question: float = 2.0
     learning_rate: float = 4e-4
@@ -99,8 +101,13 @@ class ReaderConfig:
         )
 
     @classmethod
-    def slot_recipe(cls, ratios: tuple[int, ...] = (4,), n_examples: int = 3200) -> Self:
-        """C2KV's extractor as low-rank changes, with the full-context teacher; any order of chunks."""
+    def slot_recipe(
+        cls, ratios: tuple[int, ...] = (4,), n_examples: int = 3200, *, copies: bool = False
+    ) -> Self:
+        """C2KV's extractor, with the full-context teacher; any order of chunks.
+
+        As low-rank changes, or as `copies` with the learning rate of the paper's scripts for small models.
+        """
         return cls(
             kind="c2kv",
             context="chunks",
@@ -109,7 +116,8 @@ class ReaderConfig:
             n_passages=5,
             rank=32,
             alpha=64,
-            learning_rate=2e-3,
+            copies=copies,
+            learning_rate=5e-5 if copies else 2e-3,
             n_examples=n_examples,
         )
 
@@ -128,6 +136,8 @@ class ReaderConfig:
                 f"ratios {self.ratios} must be at least 1, kl={self.kl} and "
                 f"kl_question={self.kl_question} at least 0"
             )
+        if self.copies and self.kind != "c2kv":
+            raise ConfigError("copies are of the projections of slots: use kind='c2kv'")
         if self.through_cache and (self.kind != "full" or self.context == "text"):
             raise ConfigError("through_cache needs kind='full', and a context that is composed")
         names = ["n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "n_links"]

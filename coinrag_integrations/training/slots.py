@@ -48,10 +48,27 @@ class _Changed(nn.Module):
         return self.linear(x) + self.scale * change  # type: ignore[no-any-return]
 
 
-class SlotLearner:
-    """Low-rank changes of queries, keys and values, and the shared vector; fp32. All else is frozen.
+class _Copied(nn.Module):
+    """A linear layer copied whole: x [..., in] -> [..., out]. Weights are fp32, passes in x's dtype."""
 
-    `reader` reads the slots, and is the teacher behind the same chunks whole.
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        own = {
+            name: nn.Parameter(weight.detach().to(torch.float32, copy=True))
+            for name, weight in linear.named_parameters()
+        }
+        self.weight, self.bias = own["weight"], own.get("bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layer gives by the copied weights."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class SlotLearner:
+    """Changes or copies of what projects queries, keys and values, and the shared vector; fp32.
+
+    All else is frozen. `reader` reads the slots, and is the teacher behind the same chunks whole.
     """
 
     def __init__(self, model: LoadedModel, config: ReaderConfig, reader: LoadedModel) -> None:
@@ -61,15 +78,16 @@ class SlotLearner:
             weight.requires_grad_(False)
         shared = {id(it): it for it in (*model.hf.parameters(), *model.hf.buffers())}
         self.projecting = copy.deepcopy(model.hf, shared)
-        self.changes: dict[str, _Changed] = {}
+        self.changes: dict[str, _Changed | _Copied] = {}
         for name, linear in projections(replace(model, hf=self.projecting)).items():
             parent, _, child = name.rpartition(".")
-            change = _Changed(linear, config.rank, config.alpha / config.rank)
+            scale = config.alpha / config.rank
+            change = _Copied(linear) if config.copies else _Changed(linear, config.rank, scale)
             setattr(self.projecting.get_submodule(parent), child, change)
             self.changes[name] = change
         self.shared = nn.Parameter(first_embedding(model, config.init))
-        pairs = (weight for it in self.changes.values() for weight in (it.a, it.b))
-        self.weights: list[nn.Parameter] = [self.shared, *pairs]
+        weights = (weight for it in self.changes.values() for weight in it.parameters())
+        self.weights = [self.shared, *(weight for weight in weights if weight.requires_grad)]
 
     def losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """See `Learner.losses`."""
@@ -103,13 +121,23 @@ class SlotLearner:
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The extractor in the model's dtype, and what it belongs to."""
-        dtype = self.base.layout.dtype
+        dtype, changes = self.base.layout.dtype, self.changes.items()
         extractor = Extractor(
             base=base_of(self.base),
             init=self.config.init,
             shared=self.shared,
             scale=self.config.alpha / self.config.rank,
-            pairs={name: (it.a.to(dtype), it.b.to(dtype)) for name, it in self.changes.items()},
+            pairs={
+                name: (it.a.to(dtype), it.b.to(dtype))
+                for name, it in changes
+                if isinstance(it, _Changed)
+            },
+            copies={
+                f"{name}.{part}": weight.to(dtype)
+                for name, it in changes
+                if isinstance(it, _Copied)
+                for part, weight in it.named_parameters()
+            },
             ratios=tuple(sorted(set(self.config.ratios))),
             overlap=0,
             digest="",

@@ -37,6 +37,7 @@ def data(tmp_path: Path) -> Path:
         ("model", ["--batch", "6", "--learning-rate", "0.002"]),  # of 60 examples, 48 are held out
         ("links", ["--examples", "8", "--links", "2"]),
         ("c2kv", ["--examples", "8", "--ratios", "2,4", "--init", "eos"]),
+        ("c2kv", ["--examples", "8", "--ratios", "2,4", "--copies", "--learning-rate", "0.01"]),
     ],
 )
 def test_train(

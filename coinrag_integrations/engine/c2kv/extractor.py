@@ -1,4 +1,4 @@
-"""The weights of C2KV's slots: low-rank changes of a frozen model's projections, and one embedding.
+"""The weights of C2KV's slots: a frozen model's projections, changed or copied, and one embedding.
 
 Only queries, keys and values of slots are projected by other weights; all else is the model's.
 """
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import nn
 
-from coinrag_integrations.engine.adapter import Adapter, with_adapter
+from coinrag_integrations.engine.adapter import Adapter, with_adapter, with_weights
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.errors import ConfigError, ModelError, UnsupportedModelError
 from coinrag_integrations.files import write_text
@@ -30,6 +30,7 @@ Init = Literal["last", "eos", "mean"]
 # As families call the layers that make queries, keys and values; some make all three at once.
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 _SHARED = "shared"
+_COPIED = (".weight", ".bias")
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
@@ -38,9 +39,10 @@ class Extractor:
     """What turns blocks of a document into slots, for one model.
 
     `shared` [hidden] fp32 is added to every slot's input embedding (see `Init`); `pairs` has A [r, in] and
-    B [out, r] for the names of projections, to be added as scale * B A: none of them, if it is
-    untrained. `base` is the hash of the weights and the dtype that it belongs to, `ratios` what it was
-    trained for, `overlap` see `Blocks`. `digest` names all of it.
+    B [out, r] for the names of projections, to be added as scale * B A; `copies` has whole parameters in
+    place of the model's, by their names (`<projection>.weight`, `.bias`), as in the paper. Neither, if
+    it is untrained. `base` is the hash of the weights and the dtype that it belongs to, `ratios` what it
+    was trained for, `overlap` see `Blocks`. `digest` names all of it.
     """
 
     base: tuple[str, str]
@@ -48,6 +50,7 @@ class Extractor:
     shared: torch.Tensor
     scale: float
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    copies: Mapping[str, torch.Tensor]
     ratios: tuple[int, ...]
     overlap: int
     digest: str
@@ -65,6 +68,7 @@ class Extractor:
             shared=first_embedding(model, init),
             scale=1.0,
             pairs={},
+            copies={},
             ratios=(),
             overlap=overlap,
             digest=f"untrained:{init}:{overlap}",
@@ -83,6 +87,7 @@ class Extractor:
             content = (folder / WEIGHTS_FILE).read_bytes()
             tensors = load(content)
             shared = tensors.pop(_SHARED).float()
+            copies = {name: tensors.pop(name) for name in sorted(tensors) if name.endswith(_COPIED)}
             names = {name.rpartition(".")[0] for name in tensors}
             pairs = {name: (tensors.pop(f"{name}.a"), tensors.pop(f"{name}.b")) for name in names}
             if tensors or any(a.shape[0] != b.shape[1] for a, b in pairs.values()):
@@ -94,6 +99,7 @@ class Extractor:
                 shared=shared,
                 scale=float(noted["scale"]),
                 pairs=dict(sorted(pairs.items())),
+                copies=copies,
                 ratios=tuple(map(int, noted["ratios"])),
                 overlap=int(noted["overlap"]),
                 digest=xxhash.xxh3_128(
@@ -121,19 +127,25 @@ class Extractor:
                 f"{what} was trained for other weights than those of {model.name!r}: use the model "
                 "that it was trained for, or train it anew"
             )
-        layers = projections(model)
-        fits = self.shared.shape == first_embedding(model, "eos").shape and all(
-            name in layers and layers[name].weight.shape == (b.shape[0], a.shape[1])
-            for name, (a, b) in self.pairs.items()
-        )
-        if not fits:
-            raise ModelError(
-                f"{what} does not fit {model.name!r}, whose projections are of other shapes: use the "
-                "model that it was trained for"
-            )
+        theirs = {_SHARED: first_embedding(model, "eos").shape}
+        for layer, module in projections(model).items():
+            theirs |= {f"{layer}.{part}": it.shape for part, it in module.named_parameters()}
+        ours = {_SHARED: self.shared.shape} | {name: it.shape for name, it in self.copies.items()}
+        shapes = {name: torch.Size((len(b), a.shape[1])) for name, (a, b) in self.pairs.items()}
+        ours |= {f"{name}.weight": shape for name, shape in shapes.items()}
+        for name, shape in ours.items():
+            if theirs.get(name) != shape:
+                other = theirs.get(name)
+                has = "the model has none" if other is None else f"the model's {tuple(other)}"
+                raise ModelError(
+                    f"{what} does not fit {model.name!r}: {name} is {tuple(shape)}, {has}; use the "
+                    "model that it was trained for"
+                )
 
     def merged(self, model: LoadedModel) -> LoadedModel:
-        """What computes slots: a copy of the model with the changes merged in, all else shared."""
+        """What computes slots: the model with the copies and changes in it, all else shared."""
+        if self.copies:
+            model = with_weights(model, self.copies, self.digest)
         if not self.pairs:
             return model
         changes = Adapter(
@@ -191,6 +203,8 @@ def save_extractor(folder: Path, extractor: Extractor, noted: Mapping[str, Any])
     for name, (a, b) in extractor.pairs.items():
         tensors[f"{name}.a"] = a.detach().cpu().contiguous()
         tensors[f"{name}.b"] = b.detach().cpu().contiguous()
+    for name, copied in extractor.copies.items():
+        tensors[name] = copied.detach().cpu().contiguous()
     weights, dtype = extractor.base
     owner = {
         "weights": weights,

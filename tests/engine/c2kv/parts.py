@@ -13,8 +13,8 @@ from coinrag_integrations.engine.c2kv import Blocks, Extractor
 from coinrag_integrations.engine.c2kv.extractor import projections
 
 
-def trained(model: LoadedModel, rank: int = 3, **options) -> Extractor:
-    """An extractor with weights of its own, as training might leave them."""
+def trained(model: LoadedModel, rank: int = 3, *, copies: bool = False, **options) -> Extractor:
+    """An extractor with weights of its own, as training might leave them; or with `copies`, biases too."""
     random = torch.Generator().manual_seed(5)
     untrained = Extractor.untrained(model, **options)
     pairs = {}
@@ -26,6 +26,13 @@ def trained(model: LoadedModel, rank: int = 3, **options) -> Extractor:
         )
         pairs[name] = (0.3 * a, 0.3 * b)
     shared = untrained.shared + 0.2 * torch.randn(untrained.shared.shape, generator=random)
+    if copies:
+        own = dict(model.hf.named_parameters())
+        copied = {f"{name}.weight": 0.5 * b @ a for name, (a, b) in pairs.items()}
+        for name in [f"{name}.bias" for name in pairs if f"{name}.bias" in own]:
+            copied[name] = torch.randn(own[name].shape, generator=random)
+        weights = {name: (own[name] + 0.3 * it).detach() for name, it in copied.items()}
+        untrained, pairs = replace(untrained, copies=weights), {}
     return replace(untrained, pairs=pairs, shared=shared, scale=0.5, ratios=(4,), digest="test")
 
 
@@ -78,6 +85,13 @@ def one_pass(
                 return out + is_slot * extractor.scale * (given[0] @ a.T @ b.T)
 
             hooks.append(layer.register_forward_hook(add))
+        elif f"{name}.weight" in extractor.copies:
+            own = [extractor.copies.get(f"{name}.{part}") for part in ("weight", "bias")]
+
+            def swap(_module, given, out, own=own):
+                return torch.where(is_slot, torch.nn.functional.linear(given[0], *own), out)
+
+            hooks.append(layer.register_forward_hook(swap))
     past = transformers.DynamicCache()
     try:
         with torch.no_grad():

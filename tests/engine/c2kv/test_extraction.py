@@ -24,11 +24,13 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_two_passes_are_the_papers_one_pass(name: str, is_trained: bool):
+@pytest.mark.parametrize("weights", ["untrained", "low-rank", "copies"])
+def test_two_passes_are_the_papers_one_pass(name: str, weights: str):
     """Document and slots in one pass, under the mask as a matrix, with projections by row."""
     model = supported_model(name)
-    extractor = trained(model) if is_trained else Extractor.untrained(model)
+    extractor = trained(model, copies=weights == "copies")
+    if weights == "untrained":
+        extractor = Extractor.untrained(model)
     blocks = Blocks(ratio=4)
     (slots,) = SlotEncoder.of(model, extractor)([IDS], 4)
     theirs = one_pass(model, extractor, IDS, blocks)

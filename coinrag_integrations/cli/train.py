@@ -167,6 +167,9 @@ def c2kv(
     kl_question: Annotated[
         float, typer.Option(min=0, help="The same for the words of the question.")
     ] = 2.0,
+    reconstruction: Annotated[
+        float, typer.Option(min=0, help="Weight of saying a chunk again behind its slots.")
+    ] = 0.0,
     init: Annotated[
         str,
         typer.Option(help="Slots begin as the 'last' token of their block, its 'mean', or 'eos'."),
@@ -198,6 +201,7 @@ def c2kv(
         recipe,
         kl=kl,
         kl_question=kl_question,
+        reconstruction=reconstruction,
         init=init,  # type: ignore[arg-type]  # it checks the name
         rank=rank,
         alpha=2 * rank,

@@ -72,7 +72,8 @@ they are the same behind all). The model is frozen, what is cached stays valid."
 and one embedding, for slots: one cached entry in place of {ratios} tokens (C2KV, arXiv 2607.17715).
 The model that encodes documents and the reader behind them are frozen. Losses are the reader's behind
 slots; beside them it was taught by what the reader says behind whole chunks: at the answer with weight
-{config["kl"]:g}, at the question with weight {config["kl_question"]:g}."""
+{config["kl"]:g}, at the question with weight {config["kl_question"]:g}; and by how well the reader says a
+chunk again behind its slots: with weight {config["reconstruction"]:g}."""
     through = "with" if config["through_cache"] else "without"
     return f"""All weights, trained on questions and answers behind {reads}, {through} gradients
 through what was encoded. Use it with `CoinRAG.open(model=…)`: what the base model has cached does not

@@ -28,8 +28,9 @@ class ReaderConfig:
     tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
     model and a reader that stay as they are: slots begin as `init` says; a sample has a random number of
     chunks, and one of `ratios`. What changes is of `rank`, or with `copies` whole projections, as in the
-    paper. Beside the answer's likelihood it is taught what the reader says behind
-    the same chunks uncompressed, with weight `kl` at the answer, and `kl_question` at the question.
+    paper. Beside the answer's likelihood it is taught what the reader says behind the same chunks
+    uncompressed, with weight `kl` at the answer, and `kl_question` at the question; and to have a chunk
+    said again behind its slots, with weight `reconstruction`.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
     "spans", through what is trained: the twin to compare with. `n_passages` of an example's are
@@ -58,6 +59,7 @@ class ReaderConfig:
     copies: bool = False
     kl: float = 1.0
     kl_question: float = 2.0
+    reconstruction: float = 0.0
     learning_rate: float = 4e-4
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -131,13 +133,14 @@ class ReaderConfig:
             raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
         if self.kind == "c2kv" and (self.context != "chunks" or not self.ratios):
             raise ConfigError("slots stand for whole chunks: use context='chunks', and some ratios")
-        if any(ratio < 1 for ratio in self.ratios) or min(self.kl, self.kl_question) < 0:
+        weights = min(self.kl, self.kl_question, self.reconstruction)
+        if any(ratio < 1 for ratio in self.ratios) or weights < 0:
             raise ConfigError(
-                f"ratios {self.ratios} must be at least 1, kl={self.kl} and "
-                f"kl_question={self.kl_question} at least 0"
+                f"ratios {self.ratios} must be at least 1, kl={self.kl}, "
+                f"kl_question={self.kl_question} and reconstruction={self.reconstruction} at least 0"
             )
-        if self.copies and self.kind != "c2kv":
-            raise ConfigError("copies are of the projections of slots: use kind='c2kv'")
+        if (self.copies or self.reconstruction) and self.kind != "c2kv":
+            raise ConfigError("copies and reconstruction are of slots: use kind='c2kv'")
         if self.through_cache and (self.kind != "full" or self.context == "text"):
             raise ConfigError("through_cache needs kind='full', and a context that is composed")
         names = ["n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "n_links"]

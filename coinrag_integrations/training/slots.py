@@ -24,6 +24,7 @@ from coinrag_integrations.engine.c2kv.extractor import (
 )
 from coinrag_integrations.training.batches import divergences, losses, nats, online_logits
 from coinrag_integrations.training.config import ReaderConfig
+from coinrag_integrations.training.reconstruction import reconstruction
 from coinrag_integrations.training.samples import Sample, Slots
 
 
@@ -95,7 +96,7 @@ class SlotLearner:
         return losses(self.reader.hf, samples, kvs, self.base.layer_windows)
 
     def objective(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """The losses, and how far the reader is from what it says behind whole chunks.
+        """The losses, how far the reader is from what it says behind whole chunks, and `reconstruction`.
 
         It reads the question too: an answer has a few tokens, and what follows in a question tells as well
         what stands in the chunks.
@@ -106,6 +107,9 @@ class SlotLearner:
             self.reader.hf, samples, kvs, windows, with_questions=asked
         )
         loss = nats(logits, answers)
+        if config.reconstruction:
+            again = reconstruction(self.reader.hf, samples, kvs, windows)
+            loss = loss + config.reconstruction * again
         if config.kl == config.kl_question == 0:
             return loss
         with torch.no_grad():

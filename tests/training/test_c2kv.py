@@ -180,7 +180,7 @@ def test_slots_need_whole_chunks_and_ratios():
     for wrong in ({"context": "spans"}, {"ratios": ()}, {"ratios": (0,)}):
         with pytest.raises(ConfigError):
             replace(SLOTS, **wrong)
-    for name in ("kl", "kl_question"):
+    for name in ("kl", "kl_question", "reconstruction"):
         with pytest.raises(ConfigError, match=f"{name}=-1.0"):
             replace(SLOTS, **{name: -1.0})
     with pytest.raises(ConfigError, match="init is 'first'"):

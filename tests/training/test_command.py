@@ -37,7 +37,16 @@ def data(tmp_path: Path) -> Path:
         ("model", ["--batch", "6", "--learning-rate", "0.002"]),  # of 60 examples, 48 are held out
         ("links", ["--examples", "8", "--links", "2"]),
         ("c2kv", ["--examples", "8", "--ratios", "2,4", "--init", "eos"]),
-        ("c2kv", ["--examples", "8", "--ratios", "2,4", "--copies", "--learning-rate", "0.01"]),
+        (
+            "c2kv",
+            [
+                "--examples=8",
+                "--ratios=2,4",
+                "--copies",
+                "--learning-rate=0.01",
+                "--reconstruction=0.1",
+            ],
+        ),
     ],
 )
 def test_train(

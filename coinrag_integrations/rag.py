@@ -43,7 +43,7 @@ from coinrag_integrations.retrieval import (
     open_client,
 )
 from coinrag_integrations.retrieval.config import Form
-from coinrag_integrations.retrieval.forms import of_chunks, of_nuggets
+from coinrag_integrations.retrieval.forms import OF_CHUNKS, of_chunks, of_nuggets
 from coinrag_integrations.settings import (
     DEMO,
     INDEX_MARK,
@@ -149,9 +149,7 @@ class CoinRAG:
             adapter=before.adapter if adapter is None else str(adapter) or None,
             extractor=before.extractor if extractor is None else str(extractor) or None,
             engine=config or before.engine,
-        )
-        if settings.engine.c2kv and settings.extractor is None and settings.model == DEMO:
-            settings = replace(settings, extractor=DEMO)
+        ).with_own_extractor()
         # What costs nothing and writes nothing comes first, so that mistakes show at once.
         searcher = (
             make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
@@ -239,7 +237,7 @@ class CoinRAG:
                 f"EngineConfig(c2kv=({config.ratio or 4},)) and add its documents again"
             )
         begin = time.perf_counter()
-        if form in ("chunks", "c2kv", "hybrid"):
+        if form in OF_CHUNKS:
             where = config.where
             chunks = self.index.search_chunks(question, config.n_chunks, where=where, live=live)
             spans = of_chunks(form, chunks, ratio, config.n_raw)

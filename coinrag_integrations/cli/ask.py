@@ -14,6 +14,7 @@ from coinrag_integrations.cli.options import (
     Json,
     Model,
     Nuggets,
+    Raw,
     Store,
     Tenant,
 )
@@ -40,7 +41,7 @@ def ask(
     ratio: Annotated[
         int | None, typer.Option(min=2, help="Tokens a slot; default: the store's first.")
     ] = None,
-    n_raw: Annotated[int, typer.Option(min=0, help="Chunks that 'hybrid' reads whole.")] = 1,
+    n_raw: Raw = 1,
     n_chunks: Chunks = 5,
     n_nuggets: Nuggets = 10,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,

@@ -30,6 +30,16 @@ Codec = Annotated[
     str | None,
     typer.Option("--codec", help="Keep KV as it is ('none', default), as 'int8' or 'int4'."),
 ]
+Slots = Annotated[
+    str | None,
+    typer.Option("--c2kv", help="Store slots too, one for so many tokens: 4, or 4,8; '' for none."),
+]
+Extractor = Annotated[
+    str | None,
+    typer.Option(
+        "--extractor", help="The folder of what makes them, or 'untrained'. The demo has one."
+    ),
+]
 Adapter = Annotated[
     str | None,
     typer.Option(
@@ -57,6 +67,7 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or b
 Seed = Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")]
 Chunks = Annotated[int, typer.Option("--n-chunks", min=1, help="Chunks found by stage one.")]
 Nuggets = Annotated[int, typer.Option("--n-nuggets", min=1, help="Nuggets found by stage two.")]
+Raw = Annotated[int, typer.Option("--n-raw", min=0, help="Chunks that 'hybrid' reads whole.")]
 
 
 def parse_bytes(text: str) -> int | None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from coinrag_integrations.retrieval.config import Form
 from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan, Span
 
+OF_CHUNKS: tuple[Form, ...] = ("chunks", "c2kv", "hybrid")  # the others are made of nuggets
+
 
 def of_chunks(form: Form, chunks: Sequence[ScoredSpan], ratio: int, n_raw: int) -> list[ScoredSpan]:
     """Whole chunks, best first, in a form that needs no nuggets: "chunks", "c2kv" or "hybrid"."""

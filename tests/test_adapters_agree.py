@@ -111,6 +111,27 @@ def test_both_read_the_same_in_every_form(slotted: CoinRAG, form: Form, ratio: i
         assert report["usage"]["cached"] == reply.answer.usage.cached
 
 
+@pytest.mark.parametrize("n_raw", [0, 2, 99])
+def test_both_keep_as_many_chunks_whole(slotted: CoinRAG, n_raw: int):
+    options = {"form": "hybrid", "n_raw": n_raw}
+    nodes = llamaindex.CoinRAGRetriever(slotted, **options).retrieve(QUESTION)
+    documents = langchain.CoinRAGRetriever(rag=slotted, **options).invoke(QUESTION)
+    spans = slotted.retrieve(QUESTION, config=replace(WIDE, **options))
+    n_whole = min(n_raw, len(spans))
+    assert [span.ref.ratio for span in spans] == [1] * n_whole + [4] * (len(spans) - n_whole)
+    assert [llama.span_of(node) for node in nodes] == spans
+    assert [lang.span_of(document) for document in documents] == spans
+
+    index = llamaindex.CoinRAGIndex(slotted)
+    response = index.as_query_engine(**options).query(QUESTION)
+    chat = index.as_chat_engine("context", **options).chat(QUESTION)
+    output = langchain.create_coinrag_chain(slotted, **options).invoke(QUESTION)
+    for report in (response.metadata, chat.metadata, output):
+        assert report["coinrag"]["spans"] == [plain_ref(span.ref) for span in spans]
+    own = llamaindex.CoinRAGQueryEngine.from_args(slotted, **options).query(QUESTION)
+    assert str(own) == str(response) == output["answer"]
+
+
 @pytest.mark.parametrize("form", ["c2kv", "hybrid", "slots", "background"])
 def test_slots_are_read_out_of_marked_prompts(slotted: CoinRAG, form: Form):
     spans = slotted.retrieve(QUESTION, config=replace(WIDE, form=form))
@@ -186,5 +207,16 @@ def test_forms_go_to_the_retriever_or_to_who_makes_it(slotted: CoinRAG):
         llamaindex.CoinRAGChatEngine.from_defaults(slotted, retriever=ours, ratio=4)
     with pytest.raises(ConfigError, match="form"):
         langchain.create_coinrag_chain(slotted, theirs, form="c2kv")
+    for make in (
+        lambda: llamaindex.CoinRAGQueryEngine.from_args(slotted, retriever=ours, n_raw=2),
+        lambda: llamaindex.CoinRAGChatEngine.from_defaults(slotted, retriever=ours, n_raw=2),
+        lambda: langchain.create_coinrag_chain(slotted, theirs, n_raw=2),
+    ):
+        with pytest.raises(ConfigError, match="n_raw"):
+            make()
     with pytest.raises(ConfigError, match="ratio=0"):
         llamaindex.CoinRAGRetriever(slotted, form="c2kv", ratio=0)
+    with pytest.raises(ConfigError, match="n_raw=-1 must be at least 0"):
+        llamaindex.CoinRAGRetriever(slotted, form="hybrid", n_raw=-1)
+    with pytest.raises(ConfigError, match="n_raw=-1 must be at least 0"):
+        langchain.CoinRAGRetriever(rag=slotted, form="hybrid", n_raw=-1).invoke(QUESTION)

@@ -108,6 +108,7 @@ class CoinRAGChatEngine(BaseChatEngine):
         retriever: BaseRetriever | None = None,
         form: Form | None = None,
         ratio: int | None = None,
+        n_raw: int | None = None,
         llm: CoinRAGLLM | None = None,
         memory: BaseMemory | None = None,
         chat_history: list[ChatMessage] | None = None,
@@ -115,17 +116,17 @@ class CoinRAGChatEngine(BaseChatEngine):
     ) -> Self:
         """An engine with a retriever, a model and a memory of its own, unless they are given.
 
-        `form` and `ratio` are those of its `CoinRAGRetriever`.
+        `form`, `ratio` and `n_raw` are those of its `CoinRAGRetriever`.
 
         Raises:
             ConfigError: a retriever is given as well, no such form, or an unknown `chat_mode`.
         """
-        if retriever is not None and (form, ratio) != (None, None):
-            raise ConfigError("give form and ratio to the retriever, or no retriever")
+        if retriever is not None and (form, ratio, n_raw) != (None, None, None):
+            raise ConfigError("give form, ratio and n_raw to the retriever, or no retriever")
         llm = llm or CoinRAGLLM.from_defaults(rag)
         return cls(
             rag,
-            retriever=retriever or CoinRAGRetriever(rag, form=form, ratio=ratio),
+            retriever=retriever or CoinRAGRetriever(rag, form=form, ratio=ratio, n_raw=n_raw),
             llm=llm,
             memory=memory
             or Memory.from_defaults(

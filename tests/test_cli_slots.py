@@ -75,7 +75,11 @@ def test_a_store_with_slots_is_built_asked_and_looked_at(
     slots = healthy.value["model"]["slots"]
     assert slots == {str(k): kv[k]["fingerprint"]["extractor"] for k in (4, 8)}
     assert set(run("inspect", "--store", store).value["kv"]) == names  # doctor made none
-    assert run("verify", "--store", store).code == 0
+    verified = run("verify", "--store", store)
+    assert verified.code == 0
+    for words in ("(tokens' entries)", "(slots of 4 tokens)", "(slots of 8 tokens)"):
+        assert words in verified.text
+    assert {it["ratio"] for it in verified.value["scopes"][0]["variants"]} == {1, 4, 8}
 
 
 def test_an_extractor_is_kept_by_doctor(run: Run, docs: Path, tmp_path: Path) -> None:

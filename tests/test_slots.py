@@ -230,6 +230,17 @@ def test_entries_may_come_again_where_only_slots_are_left(store):
         assert rag.ask(QUESTION, retrieval=WIDE).answer.recomputed
 
 
+def test_slots_that_were_dropped_are_missed_and_made_again(store):
+    (name,) = {path.parents[1].name for path in files(store, ratio=4).values()}
+    n_chunks = len(files(store, ratio=1))
+    maintenance.collect_garbage(store, drop=[name])
+    assert problems(store) == [f"{n_chunks} chunks have no slots of 4 tokens"]
+    with opened(store, config=CONFIG) as rag:
+        assert maintenance.repair(rag) == n_chunks
+    assert problems(store) == []
+    assert files(store, ratio=4).keys() == files(store, ratio=1).keys()
+
+
 # -- looking after -----------------------------------------------------------------------------
 
 

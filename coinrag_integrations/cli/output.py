@@ -83,8 +83,13 @@ def stored_bytes(forms: ChunkForms) -> tuple[int, dict[int, int]]:
 
 def stored(n_bytes: int, of_slots: Mapping[int, int]) -> str:
     """What chunk files take, for people."""
-    shares = [f"{megabytes(n)} of them slots of {ratio} tokens" for ratio, n in of_slots.items()]
+    shares = [f"{megabytes(n)} of them {kind(ratio)}" for ratio, n in of_slots.items()]
     return ", ".join([megabytes(n_bytes), *shares])
+
+
+def kind(ratio: int) -> str:
+    """What chunk files hold, for people."""
+    return "tokens' entries" if ratio == 1 else f"slots of {ratio} tokens"
 
 
 def megabytes(n_bytes: float) -> str:

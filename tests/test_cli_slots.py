@@ -121,6 +121,9 @@ def test_a_question_for_what_is_not_there_says_what_to_do(
         (("--form", "slots", "--ratio", 8), "--c2kv 8"),
         (("--mode", "slots"), "coinrag, chunk, full, c2kv, hybrid"),
         (("--form", "slot"), "spans, chunks, c2kv, hybrid, slots, background"),
+        (("--mode", "chunk", "--form", "slots"), "leave out --form, or --mode chunk"),
+        (("--ratio", 4), "none are read: add --mode c2kv"),
+        (("--mode", "full", "--ratio", 4), "none are read: add --mode c2kv"),
     ):
         result = run("ask", "--store", store, QUESTION, *options)
         assert (result.code, result.value["error"]["type"]) == (1, "ConfigError")

@@ -19,7 +19,7 @@ from coinrag_integrations.cli.options import (
     Store,
     Tenant,
     parse_bytes,
-    parse_ratios,
+    slot_ratios,
 )
 from coinrag_integrations.cli.output import Output, stored, stored_bytes
 
@@ -101,7 +101,7 @@ def build(
             context=context,
             coverage=coverage,
             codec=codec,
-            c2kv=None if c2kv is None else parse_ratios("--c2kv", c2kv),
+            c2kv=slot_ratios(known.engine.c2kv, c2kv, extractor),
             chunk_tokens=chunk_tokens,
         ),
         extractor=extractor,

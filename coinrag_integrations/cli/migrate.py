@@ -19,7 +19,7 @@ from coinrag_integrations.cli.options import (
     Slots,
     Store,
     Tenant,
-    parse_ratios,
+    slot_ratios,
 )
 from coinrag_integrations.cli.output import Output, megabytes, stored, stored_bytes
 from coinrag_integrations.cli.plan import show_estimate
@@ -117,7 +117,7 @@ def migrate(
     _refuse_one_in_the_other(source, store)
     is_new = not (store / SETTINGS_FILE).exists()
     known = StoreSettings(model="demo") if is_new else StoreSettings.load(store)
-    ratios = None if c2kv is None else parse_ratios("--c2kv", c2kv)
+    ratios = slot_ratios(known.engine.c2kv, c2kv, extractor)
     changes = {"coverage": coverage, "codec": codec, "c2kv": ratios}
     known = replace(
         known,

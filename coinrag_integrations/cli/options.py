@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -91,9 +92,21 @@ def parse_ratios(option: str, text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: something else.
     """
-    from coinrag_integrations.errors import ConfigError
-
     try:
         return tuple(int(ratio) for ratio in text.split(",") if text)
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: give whole numbers, as 4 or 4,8") from error
+
+
+def slot_ratios(known: Sequence[int], c2kv: str | None, extractor: str | None) -> tuple[int, ...]:
+    """The ratios of `--c2kv`, or those that a store has already.
+
+    Raises:
+        ConfigError: they are not whole numbers, or an extractor is given that would make nothing.
+    """
+    ratios = tuple(known) if c2kv is None else parse_ratios("--c2kv", c2kv)
+    if extractor and not ratios:
+        raise ConfigError(
+            f"--extractor {extractor} makes slots, and none are asked for: add --c2kv 4"
+        )
+    return ratios

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from coinrag_integrations.cli.demo import open_demo
 from coinrag_integrations.cli.options import parse_ratios
+from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import ConfigError
 from tests.commands import Run
 from tests.slots import DOCUMENTS, save_both
@@ -93,13 +95,33 @@ def test_an_extractor_is_kept_by_doctor(run: Run, docs: Path, tmp_path: Path) ->
     assert set(run("inspect", "--store", store).value["kv"]) == names
 
 
+def test_the_demos_store_keeps_the_slots_that_it_was_given(
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening it for the demo, or to measure, opens it as it is."""
+    monkeypatch.setattr("coinrag_integrations.demo.data.demo_documents", lambda: DOCUMENTS)
+    model, extractor = save_both(tmp_path)
+    store = tmp_path / "store"
+    with open_demo(Output(as_json=True), store, str(model)) as rag:
+        assert rag.engine.config.coverage == "all"
+        assert rag.engine.config.c2kv == ()
+    slots = ("--c2kv", 4, "--extractor", extractor)
+    assert run("build", docs, "--store", store, *slots).code == 0
+    with open_demo(Output(as_json=True), store, str(model)) as rag:
+        assert (rag.engine.config.coverage, rag.engine.config.c2kv) == ("all", (4,))
+    asked = run("ask", "--store", store, "--mode", "c2kv", QUESTION)
+    assert asked.value["recomputed"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--c2kv", "four", "--extractor", "untrained"), "give whole numbers, as 4 or 4,8"),
         (("--c2kv", "1", "--extractor", "untrained"), "from 2 to 32"),
         (("--c2kv", "4,4", "--extractor", "untrained"), "different ratios"),
+        (("--c2kv", "0", "--extractor", "untrained"), "from 2 to 32"),
         (("--c2kv", "4"), "--extractor FOLDER"),
+        (("--extractor", "untrained"), "none are asked for: add --c2kv 4"),
     ],
 )
 def test_slots_that_cannot_be_made_are_one_clear_error(

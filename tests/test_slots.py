@@ -133,6 +133,23 @@ def test_the_smallest_of_several_ratios_is_not_taken_for_another(tmp_path, both)
             ask(rag, "slots", ratio=16)
 
 
+@pytest.mark.parametrize("form", ["spans", "slots", "background"])
+def test_what_goes_between_searching_and_reading_is_left_out(store, form, monkeypatch):
+    with opened(store, config=CONFIG) as rag:
+        best = rag.retrieve(QUESTION, config=WIDE)[0].document_id
+        search = rag.index.search
+
+        def search_then_lose(*arguments: object, **options: object) -> list[ScoredSpan]:
+            found = search(*arguments, **options)
+            rag.delete([best])
+            return found
+
+        monkeypatch.setattr(rag.index, "search", search_then_lose)
+        reply = rag.ask(QUESTION, retrieval=replace(WIDE, form=form))
+        assert reply.text
+        assert best not in {span.document_id for span in reply.spans}
+
+
 # -- who makes slots ---------------------------------------------------------------------------
 
 

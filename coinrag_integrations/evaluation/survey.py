@@ -68,7 +68,7 @@ class Found:
             spans = of_chunks(form, whole, ratio, n_raw)
         else:
             by_id = {chunk.chunk_id: chunk for chunk in self.chunks}
-            spans = of_nuggets(form, self.nuggets, by_id.__getitem__, ratio)
+            spans = of_nuggets(form, self.nuggets, by_id.get, ratio)
         return arrange([span.ref for span in spans])
 
 

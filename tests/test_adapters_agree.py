@@ -216,7 +216,7 @@ def test_forms_go_to_the_retriever_or_to_who_makes_it(slotted: CoinRAG):
             make()
     with pytest.raises(ConfigError, match="ratio=0"):
         llamaindex.CoinRAGRetriever(slotted, form="c2kv", ratio=0)
-    with pytest.raises(ConfigError, match="n_raw=-1 must be at least 0"):
+    with pytest.raises(ConfigError, match="n_raw=-1 must be a whole number of at least 0"):
         llamaindex.CoinRAGRetriever(slotted, form="hybrid", n_raw=-1)
-    with pytest.raises(ConfigError, match="n_raw=-1 must be at least 0"):
+    with pytest.raises(ConfigError, match="n_raw=-1 must be a whole number of at least 0"):
         langchain.CoinRAGRetriever(rag=slotted, form="hybrid", n_raw=-1).invoke(QUESTION)

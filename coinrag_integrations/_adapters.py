@@ -272,11 +272,13 @@ def retrieval_config(
     where: Condition | None = None,
     form: Form | None = None,
     ratio: int | None = None,
+    n_raw: int | None = None,
 ) -> RetrievalConfig:
     """The store's own widths and form, but for those that are given; `where` holds beside its condition.
 
     Raises:
-        ConfigError: a width below 1, a form that is none, or a condition that Chroma cannot check.
+        ConfigError: a width below 1, a form that is none, an `n_raw` below 0, or a condition that Chroma
+            cannot check.
     """
     return replace(
         rag.retrieval,
@@ -285,6 +287,7 @@ def retrieval_config(
         n_nuggets=rag.retrieval.n_nuggets if n_nuggets is None else n_nuggets,
         form=rag.retrieval.form if form is None else form,
         ratio=rag.retrieval.ratio if ratio is None else ratio,
+        n_raw=rag.retrieval.n_raw if n_raw is None else n_raw,
     )
 
 

@@ -31,7 +31,7 @@ from coinrag_integrations.engine.model import DType
 from coinrag_integrations.engine.observers import Search
 from coinrag_integrations.engine.prompt import check_question
 from coinrag_integrations.engine.store import Limits
-from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.errors import ChunkNotFoundError, ConfigError
 from coinrag_integrations.ingest import WAIT_SECONDS, Ingestor, IngestReport, OnProgress
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer
 from coinrag_integrations.reply import Reply, ReplyStream
@@ -43,7 +43,7 @@ from coinrag_integrations.retrieval import (
     open_client,
 )
 from coinrag_integrations.retrieval.config import Form
-from coinrag_integrations.retrieval.forms import of_chunks, of_nuggets
+from coinrag_integrations.retrieval.forms import OF_CHUNKS, of_chunks, of_nuggets
 from coinrag_integrations.settings import (
     DEMO,
     INDEX_MARK,
@@ -56,7 +56,7 @@ from coinrag_integrations.settings import (
     open_remote,
     resolve_model,
 )
-from coinrag_integrations.types import ChunkId, Document, Scope, ScoredSpan
+from coinrag_integrations.types import Chunk, ChunkId, Document, Scope, ScoredSpan
 
 Mode = Literal["coinrag", "chunk", "c2kv", "hybrid", "full"]
 _OPENING = threading.Lock()
@@ -149,9 +149,7 @@ class CoinRAG:
             adapter=before.adapter if adapter is None else str(adapter) or None,
             extractor=before.extractor if extractor is None else str(extractor) or None,
             engine=config or before.engine,
-        )
-        if settings.engine.c2kv and settings.extractor is None and settings.model == DEMO:
-            settings = replace(settings, extractor=DEMO)
+        ).with_own_extractor()
         # What costs nothing and writes nothing comes first, so that mistakes show at once.
         searcher = (
             make_embedder(settings.embedder) if isinstance(embedder, str | None) else embedder
@@ -239,18 +237,25 @@ class CoinRAG:
                 f"EngineConfig(c2kv=({config.ratio or 4},)) and add its documents again"
             )
         begin = time.perf_counter()
-        if form in ("chunks", "c2kv", "hybrid"):
+        if form in OF_CHUNKS:
             where = config.where
             chunks = self.index.search_chunks(question, config.n_chunks, where=where, live=live)
             spans = of_chunks(form, chunks, ratio, config.n_raw)
         else:
             nuggets = self.index.search(question, config, live=live)
-            spans = of_nuggets(form, nuggets, engine.catalog.chunk, ratio)
+            spans = of_nuggets(form, nuggets, self._chunk_if_there, ratio)
         spent = (time.perf_counter() - begin) * 1e3
         observers.searched(
             Search(form=form, n_chunks=config.n_chunks, n_spans=len(spans), milliseconds=spent)
         )
         return spans
+
+    def _chunk_if_there(self, chunk_id: ChunkId) -> Chunk | None:
+        """A chunk, unless its document was removed since it was found."""
+        try:
+            return self.engine.catalog.chunk(chunk_id)
+        except ChunkNotFoundError:
+            return None
 
     def ask(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ class StoreSettings:
     adapter: str | None = None
     extractor: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def with_own_extractor(self) -> StoreSettings:
+        """With the extractor that comes with the demo model, if slots are asked for and none is named."""
+        if self.engine.c2kv and self.extractor is None and self.model == DEMO:
+            return replace(self, extractor=DEMO)
+        return self
 
     def save(self, folder: Path) -> None:
         """Write `store.json`.

@@ -16,6 +16,7 @@ from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, 
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.langchain import _convert as lang
 from coinrag_integrations.llamaindex import _convert as llama
+from coinrag_integrations.llamaindex.chat_engine import is_shown
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval import SpanIndex, open_client
 from coinrag_integrations.retrieval.config import Form
@@ -111,6 +112,27 @@ def test_both_read_the_same_in_every_form(slotted: CoinRAG, form: Form, ratio: i
         assert report["usage"]["cached"] == reply.answer.usage.cached
 
 
+@pytest.mark.parametrize("n_raw", [0, 2, 99])
+def test_both_keep_as_many_chunks_whole(slotted: CoinRAG, n_raw: int):
+    options = {"form": "hybrid", "n_raw": n_raw}
+    nodes = llamaindex.CoinRAGRetriever(slotted, **options).retrieve(QUESTION)
+    documents = langchain.CoinRAGRetriever(rag=slotted, **options).invoke(QUESTION)
+    spans = slotted.retrieve(QUESTION, config=replace(WIDE, **options))
+    n_whole = min(n_raw, len(spans))
+    assert [span.ref.ratio for span in spans] == [1] * n_whole + [4] * (len(spans) - n_whole)
+    assert [llama.span_of(node) for node in nodes] == spans
+    assert [lang.span_of(document) for document in documents] == spans
+
+    index = llamaindex.CoinRAGIndex(slotted)
+    response = index.as_query_engine(**options).query(QUESTION)
+    chat = index.as_chat_engine("context", **options).chat(QUESTION)
+    output = langchain.create_coinrag_chain(slotted, **options).invoke(QUESTION)
+    for report in (response.metadata, chat.metadata, output):
+        assert report["coinrag"]["spans"] == [plain_ref(span.ref) for span in spans]
+    own = llamaindex.CoinRAGQueryEngine.from_args(slotted, **options).query(QUESTION)
+    assert str(own) == str(response) == output["answer"]
+
+
 @pytest.mark.parametrize("form", ["c2kv", "hybrid", "slots", "background"])
 def test_slots_are_read_out_of_marked_prompts(slotted: CoinRAG, form: Form):
     spans = slotted.retrieve(QUESTION, config=replace(WIDE, form=form))
@@ -126,6 +148,44 @@ def test_slots_are_read_out_of_marked_prompts(slotted: CoinRAG, form: Form):
     for found in (completed.raw, said.response_metadata["coinrag"]):
         assert found["spans"] == [plain_ref(span.ref) for span in spans]
         assert (found["recomputed"], found["refused"]) == ([], {})
+
+
+def test_slots_of_what_a_conversation_shows_whole_are_not_added(slotted: CoinRAG):
+    """Of form hybrid, the best chunk of one turn is among the others of the next."""
+    wide = replace(WIDE, n_chunks=len(TEXTS), form="hybrid")
+    slotted.retrieval = wide
+    chat = llamaindex.CoinRAGIndex(slotted).as_chat_engine("context")
+    seen: dict[tuple[str, int, int], int] = {}
+    for question in QUESTIONS:
+        (best, *others) = slotted.retrieve(question)
+        spans = [tuple(it) for it in chat.chat(question).metadata["coinrag"]["spans"]]
+        assert len(set(spans)) == len(spans)
+        assert tuple(plain_ref(best.ref)) in spans
+        for span in others:
+            known = seen.get((span.ref.chunk_id, span.ref.start, span.ref.stop))
+            assert (tuple(plain_ref(span.ref)) in spans) == (known != 1)
+        for span in (best, *others):
+            key = (span.ref.chunk_id, span.ref.start, span.ref.stop)
+            seen[key] = min(seen.get(key, 99), span.ref.ratio)
+    assert sum(ratio == 1 for ratio in seen.values()) > 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown", "is_there"),
+    [
+        ("c:0:8", {"c:0:8"}, True),
+        ("c:0:8:4", {"c:0:12"}, True),
+        ("c:2:5", {"c:0:12"}, True),
+        ("c:0:8:8", {"c:0:8:4"}, True),
+        ("c:0:8", {"c:0:8:4"}, False),
+        ("c:0:8:4", {"c:0:7"}, False),
+        ("c:0:8:4", {"d:0:8"}, False),
+        ("node-1", {"node-1"}, True),
+        ("node-1", {"c:0:8", "x:y:z", "c:8:0", ""}, False),
+    ],
+)
+def test_what_a_conversation_shows(wanted: str, shown: set[str], is_there: bool):
+    assert is_shown(wanted, shown) == is_there
 
 
 def test_slots_whose_words_were_altered_are_read_as_text(slotted: CoinRAG):
@@ -186,5 +246,16 @@ def test_forms_go_to_the_retriever_or_to_who_makes_it(slotted: CoinRAG):
         llamaindex.CoinRAGChatEngine.from_defaults(slotted, retriever=ours, ratio=4)
     with pytest.raises(ConfigError, match="form"):
         langchain.create_coinrag_chain(slotted, theirs, form="c2kv")
+    for make in (
+        lambda: llamaindex.CoinRAGQueryEngine.from_args(slotted, retriever=ours, n_raw=2),
+        lambda: llamaindex.CoinRAGChatEngine.from_defaults(slotted, retriever=ours, n_raw=2),
+        lambda: langchain.create_coinrag_chain(slotted, theirs, n_raw=2),
+    ):
+        with pytest.raises(ConfigError, match="n_raw"):
+            make()
     with pytest.raises(ConfigError, match="ratio=0"):
         llamaindex.CoinRAGRetriever(slotted, form="c2kv", ratio=0)
+    with pytest.raises(ConfigError, match="n_raw=-1 must be a whole number of at least 0"):
+        llamaindex.CoinRAGRetriever(slotted, form="hybrid", n_raw=-1)
+    with pytest.raises(ConfigError, match="n_raw=-1 must be a whole number of at least 0"):
+        langchain.CoinRAGRetriever(rag=slotted, form="hybrid", n_raw=-1).invoke(QUESTION)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from coinrag_integrations.cli.demo import open_demo
 from coinrag_integrations.cli.options import parse_ratios
+from coinrag_integrations.cli.output import Output
 from coinrag_integrations.errors import ConfigError
 from tests.commands import Run
 from tests.slots import DOCUMENTS, save_both
@@ -75,7 +77,11 @@ def test_a_store_with_slots_is_built_asked_and_looked_at(
     slots = healthy.value["model"]["slots"]
     assert slots == {str(k): kv[k]["fingerprint"]["extractor"] for k in (4, 8)}
     assert set(run("inspect", "--store", store).value["kv"]) == names  # doctor made none
-    assert run("verify", "--store", store).code == 0
+    verified = run("verify", "--store", store)
+    assert verified.code == 0
+    for words in ("(tokens' entries)", "(slots of 4 tokens)", "(slots of 8 tokens)"):
+        assert words in verified.text
+    assert {it["ratio"] for it in verified.value["scopes"][0]["variants"]} == {1, 4, 8}
 
 
 def test_an_extractor_is_kept_by_doctor(run: Run, docs: Path, tmp_path: Path) -> None:
@@ -89,13 +95,33 @@ def test_an_extractor_is_kept_by_doctor(run: Run, docs: Path, tmp_path: Path) ->
     assert set(run("inspect", "--store", store).value["kv"]) == names
 
 
+def test_the_demos_store_keeps_the_slots_that_it_was_given(
+    run: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening it for the demo, or to measure, opens it as it is."""
+    monkeypatch.setattr("coinrag_integrations.demo.data.demo_documents", lambda: DOCUMENTS)
+    model, extractor = save_both(tmp_path)
+    store = tmp_path / "store"
+    with open_demo(Output(as_json=True), store, str(model)) as rag:
+        assert rag.engine.config.coverage == "all"
+        assert rag.engine.config.c2kv == ()
+    slots = ("--c2kv", 4, "--extractor", extractor)
+    assert run("build", docs, "--store", store, *slots).code == 0
+    with open_demo(Output(as_json=True), store, str(model)) as rag:
+        assert (rag.engine.config.coverage, rag.engine.config.c2kv) == ("all", (4,))
+    asked = run("ask", "--store", store, "--mode", "c2kv", QUESTION)
+    assert asked.value["recomputed"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--c2kv", "four", "--extractor", "untrained"), "give whole numbers, as 4 or 4,8"),
         (("--c2kv", "1", "--extractor", "untrained"), "from 2 to 32"),
         (("--c2kv", "4,4", "--extractor", "untrained"), "different ratios"),
+        (("--c2kv", "0", "--extractor", "untrained"), "from 2 to 32"),
         (("--c2kv", "4"), "--extractor FOLDER"),
+        (("--extractor", "untrained"), "none are asked for: add --c2kv 4"),
     ],
 )
 def test_slots_that_cannot_be_made_are_one_clear_error(
@@ -117,6 +143,9 @@ def test_a_question_for_what_is_not_there_says_what_to_do(
         (("--form", "slots", "--ratio", 8), "--c2kv 8"),
         (("--mode", "slots"), "coinrag, chunk, full, c2kv, hybrid"),
         (("--form", "slot"), "spans, chunks, c2kv, hybrid, slots, background"),
+        (("--mode", "chunk", "--form", "slots"), "leave out --form, or --mode chunk"),
+        (("--ratio", 4), "none are read: add --mode c2kv"),
+        (("--mode", "full", "--ratio", 4), "none are read: add --mode c2kv"),
     ):
         result = run("ask", "--store", store, QUESTION, *options)
         assert (result.code, result.value["error"]["type"]) == (1, "ConfigError")

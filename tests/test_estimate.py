@@ -158,6 +158,34 @@ def test_the_codecs_not_chosen_are_estimated_too(model, tmp_path):
         assert guessed.question_bytes[codec].value == pytest.approx(built.read, rel=0.25), codec
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_slots_are_estimated_as_they_are_built(model, tmp_path, codec):
+    config = EngineConfig(chunk_tokens=96, coverage="all", codec=codec, c2kv=(4, 8), load="read")
+    guessed = estimate_store(DOCUMENTS, model, HashEmbedder(), config, n_sample=None)
+    read = {(it.form, it.ratio): it for it in guessed.readings}
+    options = {"model": model, "embedder": HashEmbedder(), "extractor": "untrained"}
+    with CoinRAG.open(tmp_path, config=config, **options) as rag:
+        rag.add(DOCUMENTS)
+        stores = rag.engine.forms.stores
+        kv = {k: sum(it.path(i).stat().st_size for i in it) for k, it in stores.items()}
+        assert guessed.kv_bytes[codec].value == pytest.approx(kv[1], rel=0.01)
+        for ratio in (4, 8):
+            assert guessed.slot_bytes[ratio][codec].value == pytest.approx(kv[ratio], rel=0.01)
+        for form, ratio in (("spans", None), ("c2kv", 4), ("c2kv", 8), ("hybrid", 8)):
+            how = RetrievalConfig(form=form, ratio=ratio)
+            replies = [rag.ask(it, retrieval=how, generation=ONE_TOKEN) for it in QUESTIONS]
+            n_read = np.mean([reply.answer.timings.bytes_read for reply in replies])
+            n_head = len(rag.engine.prompt.head)
+            n_entries = np.mean([reply.answer.usage.cached - n_head for reply in replies])
+            it = read[form, ratio]
+            assert it.n_bytes[codec].value == pytest.approx(n_read, rel=0.25), form
+            assert it.entries.value == pytest.approx(n_entries, rel=0.25), form
+            assert it.encoded == Guess.exact(0)
+    value = json.loads(json.dumps(guessed.to_dict(), allow_nan=False))
+    assert value["slot_bytes"]["4"][codec]["value"] == guessed.slot_bytes[4][codec].value
+    assert [it["form"] for it in value["readings"]][:3] == ["spans", "chunks", "c2kv"]
+
+
 def test_a_trial_leaves_nothing_behind(model, tmp_path):
     estimate_store(DOCUMENTS[:2], model, HashEmbedder(), n_sample=4, scratch=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -259,12 +287,18 @@ def test_questions_are_drawn_as_retrieval_finds_them(engine):
     chunks = look(engine, DOCUMENTS).chunks
     bare = dataclasses.replace(chunks[0], nuggets=())
     config = RetrievalConfig(n_chunks=3, n_nuggets=4)
-    for chunk_ids, refs in draw_questions([bare, *chunks[1:]], config, 50):
-        assert len(set(chunk_ids)) == 3
+    for found in draw_questions([bare, *chunks[1:]], config, 50):
+        chunk_ids, refs = {chunk.chunk_id for chunk in found.chunks}, found.refs("spans")
+        assert len(chunk_ids) == 3
         assert 1 <= len(refs) <= 4
-        assert {ref.chunk_id for ref in refs} <= set(chunk_ids)
-    ((_, refs),) = draw_questions([bare], config, 1)
-    assert refs == (bare.ref(),)
+        assert {ref.chunk_id for ref in refs} <= chunk_ids
+        assert found.refs("chunks") == [chunk.ref() for chunk in found.chunks]
+        assert [ref.ratio for ref in found.refs("hybrid", 4, n_raw=2)] == [1, 1, 4]
+        around = found.refs("background", 4)
+        assert {ref for ref in around if ref.ratio == 1} == set(refs)
+        assert {ref.chunk_id for ref in around} == {ref.chunk_id for ref in refs}
+    (found,) = draw_questions([bare], config, 1)
+    assert found.refs("spans") == [bare.ref()]
 
 
 # -- arithmetic --------------------------------------------------------------------------------
@@ -328,7 +362,7 @@ def by_hand(model: LoadedModel, *, full: float, spans: float) -> Estimate:
     )
     costs = Costs(
         encode=((10, 1.0), (10, 1.0)),
-        headers=((1, 100), (1, 100)),
+        headers={1: ((1, 100), (1, 100)), 4: ((1, 90), (1, 90))},
         embed_chunks=((1, 0.5), (1, 0.5)),
         embed_nuggets=(),
         put_index=((2, 0.5),) * 2,
@@ -342,7 +376,7 @@ def by_hand(model: LoadedModel, *, full: float, spans: float) -> Estimate:
         spans_ms=((1, spans),) * 2,
         context_tokens=20,
     )
-    return estimate(counted, costs, model.layout)
+    return estimate(counted, costs, model.layout, c2kv=(4,))
 
 
 def test_an_estimate_by_hand(model):
@@ -356,7 +390,10 @@ def test_an_estimate_by_hand(model):
     half = codes - layers * heads * dim * 8
     assert it.kv_bytes["int4"] == Guess.exact(half + groups + 16 * 8 + 8 * 2 + 200)
     assert it.covered_share == Guess.exact(0.4)
-    assert it.disk_bytes.value == it.kv_bytes["none"].value + 3_000
+    slots = entries // 8 * 6  # three in each chunk: the last one stands for two tokens
+    assert it.slot_bytes[4]["none"] == Guess.exact(slots + 6 * 8 + 180)
+    kv = it.kv_bytes["none"].value + it.slot_bytes[4]["none"].value
+    assert it.disk_bytes.value == kv + 3_000
     assert it.build_seconds.value == pytest.approx(1 + 0.5 + 0.5 + 2 + 0.5 + 1 + 0.5)
     assert it.saved_ms.value == 20
     assert it.break_even_questions.value == pytest.approx(6_000 / 20)
@@ -366,6 +403,24 @@ def test_an_estimate_by_hand(model):
     assert day["seconds_saved"] == pytest.approx(3)
     assert day["bytes_read"] == pytest.approx(150 * it.question_bytes["none"].value)
     assert it.per_day(0)["break_even_days"] is None
+
+
+def test_forms_by_hand(model):
+    """Without nuggets a chunk stands for itself; of ten tokens four are stored."""
+    read = {it.form: it for it in by_hand(model, full=30.0, spans=10.0).readings}
+    assert {form: it.ratio for form, it in read.items()} == {
+        "spans": None,
+        "chunks": None,
+        **dict.fromkeys(("c2kv", "hybrid", "slots", "background"), 4),
+    }
+    entries = {form: it.entries.value for form, it in read.items()}
+    assert entries["spans"] == entries["chunks"] == 20
+    assert (entries["c2kv"], entries["hybrid"]) == (6, 13)
+    encoded = {form: it.encoded.value for form, it in read.items()}
+    assert (encoded["chunks"], encoded["c2kv"], encoded["hybrid"]) == (2, 0, 1)
+    each = model.layout.bytes_per_entry
+    n_bytes = {form: it.n_bytes["none"].value for form, it in read.items()}
+    assert (n_bytes["chunks"], n_bytes["c2kv"], n_bytes["hybrid"]) == (0, 6 * each, 3 * each)
 
 
 def test_what_is_no_faster_never_pays_off(model):
@@ -408,7 +463,8 @@ def run(*arguments: object):
 
 
 def test_the_command_prints_tables_and_one_object(docs, tiny):
-    result = run(docs, "--model", tiny, "--codec", "int8", "--questions-per-day", 1000)
+    options = ("--codec", "int8", "--c2kv", "4,8", "--questions-per-day", 1000)
+    result = run(docs, "--model", tiny, *options)
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
     value = json.loads(line)
@@ -416,7 +472,16 @@ def test_the_command_prints_tables_and_one_object(docs, tiny):
     assert value["kv_bytes"]["int4"]["value"] < value["kv_bytes"]["int8"]["value"]
     assert value["per_day"]["questions"] == 1000
     assert value["settings"]["chunk_tokens"] == 512
-    for words in ("KV files (codec int8)", "memory while building", "read for a question"):
+    assert value["settings"]["c2kv"] == [4, 8]
+    assert value["slot_bytes"].keys() == {"4", "8"}
+    for words in (
+        "slots of 8 tokens",
+        "Forms of what is read",
+        "background",
+        "KV files (codec int8)",
+        "memory while building",
+        "read for a question",
+    ):
         assert words in result.stderr
 
 
@@ -437,6 +502,8 @@ def test_the_command_names_unreadable_files_and_plans_for_the_rest(docs, tiny, t
         (("{docs}", "--model", "{tmp}/x"), ModelError, "config.json"),
         (("{docs}", "--model", "{tmp}/broken"), ModelError, "cannot load the model"),
         (("{docs}", "--model", "{tiny}", "--codec", "int2"), ConfigError, "int8"),
+        (("{docs}", "--model", "{tiny}", "--c2kv", "abc"), ConfigError, "as 4 or 4,8"),
+        (("{docs}", "--model", "{tiny}", "--c2kv", "0"), ConfigError, "from 2 to 32"),
         (("{docs}", "--model", "{tiny}", "--coverage", "most"), ConfigError, "nuggets"),
         (("{docs}", "--model", "{tiny}", "--embedder", "word2vec"), ConfigError, "word2vec"),
         (("{docs}", "--model", "{tiny}", "--chunk-tokens", "4"), ConfigError, "too small"),

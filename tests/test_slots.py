@@ -133,6 +133,23 @@ def test_the_smallest_of_several_ratios_is_not_taken_for_another(tmp_path, both)
             ask(rag, "slots", ratio=16)
 
 
+@pytest.mark.parametrize("form", ["spans", "slots", "background"])
+def test_what_goes_between_searching_and_reading_is_left_out(store, form, monkeypatch):
+    with opened(store, config=CONFIG) as rag:
+        best = rag.retrieve(QUESTION, config=WIDE)[0].document_id
+        search = rag.index.search
+
+        def search_then_lose(*arguments: object, **options: object) -> list[ScoredSpan]:
+            found = search(*arguments, **options)
+            rag.delete([best])
+            return found
+
+        monkeypatch.setattr(rag.index, "search", search_then_lose)
+        reply = rag.ask(QUESTION, retrieval=replace(WIDE, form=form))
+        assert reply.text
+        assert best not in {span.document_id for span in reply.spans}
+
+
 # -- who makes slots ---------------------------------------------------------------------------
 
 
@@ -228,6 +245,17 @@ def test_entries_may_come_again_where_only_slots_are_left(store):
     with opened(store, config=CONFIG) as rag:
         ask(rag, "c2kv")
         assert rag.ask(QUESTION, retrieval=WIDE).answer.recomputed
+
+
+def test_slots_that_were_dropped_are_missed_and_made_again(store):
+    (name,) = {path.parents[1].name for path in files(store, ratio=4).values()}
+    n_chunks = len(files(store, ratio=1))
+    maintenance.collect_garbage(store, drop=[name])
+    assert problems(store) == [f"{n_chunks} chunks have no slots of 4 tokens"]
+    with opened(store, config=CONFIG) as rag:
+        assert maintenance.repair(rag) == n_chunks
+    assert problems(store) == []
+    assert files(store, ratio=4).keys() == files(store, ratio=1).keys()
 
 
 # -- looking after -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from coinrag_integrations.cli.options import (
     Json,
     Model,
     Nuggets,
+    Raw,
     Store,
     Tenant,
 )
@@ -40,7 +41,7 @@ def ask(
     ratio: Annotated[
         int | None, typer.Option(min=2, help="Tokens a slot; default: the store's first.")
     ] = None,
-    n_raw: Annotated[int, typer.Option(min=0, help="Chunks that 'hybrid' reads whole.")] = 1,
+    n_raw: Raw = 1,
     n_chunks: Chunks = 5,
     n_nuggets: Nuggets = 10,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
@@ -56,6 +57,7 @@ def ask(
 ) -> None:
     """Answer a question from cached KV, streaming."""
     output = Output(as_json=json)
+    _refuse_contradictions(mode, form, ratio)
     from coinrag_integrations.engine import GenerationConfig
     from coinrag_integrations.rag import CoinRAG
     from coinrag_integrations.retrieval import RetrievalConfig
@@ -92,6 +94,21 @@ def ask(
             place = f"{span.document_id}[{span.char_start}:{span.char_stop}]"
             output.say(f"{span.score:.3f} {place} {span.text}")
     output.result(reply_object(question, reply) | {"mode": mode})
+
+
+def _refuse_contradictions(mode: str, form: str, ratio: int | None) -> None:
+    """Options of which one would go unheard."""
+    from coinrag_integrations.errors import ConfigError
+
+    if mode != "coinrag" and form != "spans":
+        raise ConfigError(
+            f"--form {form} is read in mode 'coinrag' only: leave out --form, or --mode {mode}"
+        )
+    if ratio is not None and (mode in ("chunk", "full") or (mode, form) == ("coinrag", "spans")):
+        raise ConfigError(
+            f"--ratio {ratio} is of slots, and none are read: add --mode c2kv or hybrid, or --form "
+            "slots or background"
+        )
 
 
 def reply_object(question: str, reply: Any) -> dict[str, Any]:

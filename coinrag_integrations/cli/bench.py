@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from coinrag_integrations.cli.demo import open_demo
-from coinrag_integrations.cli.options import DemoModel, DemoStore, Json, parse_ratios
+from coinrag_integrations.cli.options import DemoModel, DemoStore, Json, slot_ratios
 from coinrag_integrations.cli.output import Output, megabytes
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ def ttft(
     from coinrag_integrations.evaluation import measure_ttft
     from coinrag_integrations.evaluation.data import read_examples
 
-    if c2kv and not data:
+    ratios = slot_ratios((), c2kv, extractor)
+    if ratios and not data:
         raise ConfigError("--c2kv needs --data: a store with slots is made for it")
     examples = read_examples(data, n_questions) if data else []
     questions = [it.question for it in examples or demo_questions()[:n_questions]]
     n_warmup = 2
     with (
-        _passages(output, examples, model, parse_ratios("--c2kv", c2kv), extractor)
+        _passages(output, examples, model, ratios, extractor)
         if examples
         else open_demo(output, store, model) as rag,
         output.counting("measuring", len(questions) + n_warmup) as progress,

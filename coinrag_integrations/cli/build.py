@@ -12,14 +12,16 @@ from coinrag_integrations.cli.options import (
     Codec,
     Collection,
     Coverage,
+    Extractor,
     Json,
     NewModel,
+    Slots,
     Store,
     Tenant,
     parse_bytes,
-    parse_ratios,
+    slot_ratios,
 )
-from coinrag_integrations.cli.output import Output, megabytes
+from coinrag_integrations.cli.output import Output, stored, stored_bytes
 
 
 def build(
@@ -39,16 +41,8 @@ def build(
     ] = None,
     coverage: Coverage = None,
     codec: Codec = None,
-    c2kv: Annotated[
-        str | None,
-        typer.Option(
-            "--c2kv", help="Store slots too, one for so many tokens: 4, or 4,8; '' for none."
-        ),
-    ] = None,
-    extractor: Annotated[
-        str | None,
-        typer.Option(help="The folder of what makes them, or 'untrained'. The demo has one."),
-    ] = None,
+    c2kv: Slots = None,
+    extractor: Extractor = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Tokens a chunk (default 512).")] = None,
     tenant: Tenant = "default",
     collection: Collection = "main",
@@ -107,7 +101,7 @@ def build(
             context=context,
             coverage=coverage,
             codec=codec,
-            c2kv=None if c2kv is None else parse_ratios("--c2kv", c2kv),
+            c2kv=slot_ratios(known.engine.c2kv, c2kv, extractor),
             chunk_tokens=chunk_tokens,
         ),
         extractor=extractor,
@@ -125,7 +119,7 @@ def build(
             )
         with output.ingesting() as show:
             report = rag.add(documents, show)
-        n_bytes = rag.engine.forms.n_bytes()
+        n_bytes, of_slots = stored_bytes(rag.engine.forms)
         totals = rag.engine.catalog.counts()
     speed = report.n_tokens / report.seconds if report.n_encoded else 0.0
     output.say(
@@ -135,10 +129,18 @@ def build(
         + (f" ({speed:,.0f} tokens/s)" if speed else "")
     )
     output.say(
-        f"{store}: {totals['documents']} documents, {totals['chunks']} chunks, {megabytes(n_bytes)}"
+        f"{store}: {totals['documents']} documents, {totals['chunks']} chunks, "
+        + stored(n_bytes, of_slots)
     )
     output.result(
-        {**asdict(report), "failed": failed, "store": str(store), "bytes": n_bytes, **totals}
+        {
+            **asdict(report),
+            "failed": failed,
+            "store": str(store),
+            "bytes": n_bytes,
+            "slot_bytes": of_slots,
+            **totals,
+        }
     )
     if failed:
         raise typer.Exit(1)

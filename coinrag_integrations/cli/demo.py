@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,7 @@ def open_demo(output: Output, store: Path | None, model: str, *, clean: bool = F
     from coinrag_integrations.demo.model import demo_cache, ensure_demo_model
     from coinrag_integrations.engine import EngineConfig, GenerationConfig
     from coinrag_integrations.rag import CoinRAG
-    from coinrag_integrations.settings import FORMAT
+    from coinrag_integrations.settings import FORMAT, SETTINGS_FILE, StoreSettings
 
     if model == "demo":
         with output.console.status("the demo model") as status:
@@ -103,12 +104,14 @@ def open_demo(output: Output, store: Path | None, model: str, *, clean: bool = F
     folder = store or demo_cache() / f"demo-store-{FORMAT}"
     if clean:
         shutil.rmtree(folder, ignore_errors=True)
+    is_there = (folder / SETTINGS_FILE).exists()
+    known = StoreSettings.load(folder).engine if is_there else EngineConfig()
     documents = demo_documents()
     with output.console.status("loading the model …"):
         rag = CoinRAG.open(
             folder,
             model=model,
-            config=EngineConfig(coverage="all"),
+            config=replace(known, coverage="all"),
             generation=GenerationConfig(max_new_tokens=32, stop=("\n",)),
         )
     with output.ingesting(len(documents)) as show:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from coinrag_integrations.cli.options import Collection, Json, Store, Tenant
-from coinrag_integrations.cli.output import Output, megabytes
+from coinrag_integrations.cli.output import Output, kind, megabytes
 
 if TYPE_CHECKING:
     from coinrag_integrations.types import Chunk
@@ -66,10 +66,8 @@ def inspect(
             "ratio": fingerprint.ratio,
             "fingerprint": fingerprint.to_dict(),
         }
-        what = (
-            f"slots of {fingerprint.ratio} tokens" if fingerprint.ratio > 1 else "tokens' entries"
-        )
-        output.say(f"fingerprint {name}: {len(sizes)} files of {megabytes(sum(sizes))}, {what}")
+        n_bytes, what = megabytes(sum(sizes)), kind(fingerprint.ratio)
+        output.say(f"fingerprint {name}: {len(sizes)} files of {n_bytes}, {what}")
         for key, value in fingerprint.to_dict().items():
             output.say(f"  {key}: {value}")
     for name in documents:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coinrag_integrations.cli.options import Collection, Json, Store, Tenant, parse_bytes
-from coinrag_integrations.cli.output import Output, megabytes
+from coinrag_integrations.cli.output import Output, kind, megabytes
 
 if TYPE_CHECKING:
     from coinrag_integrations.maintenance.opened import OnProgress
@@ -49,7 +49,8 @@ def verify(
         reports, problems = look()
     for report in reports:
         kv = ", ".join(
-            f"{v.name}: {v.n_files} files of {megabytes(v.n_bytes)}" for v in report.variants
+            f"{v.name}: {v.n_files} files of {megabytes(v.n_bytes)} ({kind(v.ratio)})"
+            for v in report.variants
         )
         output.say(
             f"{report.scope}: {report.n_documents} documents, {report.n_chunks} chunks; KV {kv}"

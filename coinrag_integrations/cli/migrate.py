@@ -13,12 +13,15 @@ from coinrag_integrations.cli.options import (
     Codec,
     Collection,
     Coverage,
+    Extractor,
     Json,
     NewModel,
+    Slots,
     Store,
     Tenant,
+    slot_ratios,
 )
-from coinrag_integrations.cli.output import Output, megabytes
+from coinrag_integrations.cli.output import Output, megabytes, stored, stored_bytes
 from coinrag_integrations.cli.plan import show_estimate
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ def migrate(
     ] = False,
     coverage: Coverage = None,
     codec: Codec = None,
+    c2kv: Slots = None,
+    extractor: Extractor = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
@@ -104,6 +109,7 @@ def migrate(
     from coinrag_integrations.settings import (
         SETTINGS_FILE,
         StoreSettings,
+        load_extractor,
         make_embedder,
         resolve_model,
     )
@@ -111,18 +117,28 @@ def migrate(
     _refuse_one_in_the_other(source, store)
     is_new = not (store / SETTINGS_FILE).exists()
     known = StoreSettings(model="demo") if is_new else StoreSettings.load(store)
-    known = replace(known, model=model or known.model, embedder=embedder or known.embedder)
+    ratios = slot_ratios(known.engine.c2kv, c2kv, extractor)
+    changes = {"coverage": coverage, "codec": codec, "c2kv": ratios}
+    known = replace(
+        known,
+        model=model or known.model,
+        embedder=embedder or known.embedder,
+        extractor=known.extractor if extractor is None else extractor or None,
+        engine=replace(known.engine, **{k: v for k, v in changes.items() if v is not None}),  # type: ignore[arg-type]
+    ).with_own_extractor()
     with open_collection(source, name, scratch=scratch) as found:
         info = describe(found)
         output.say(_about(info))
         with output.console.status("loading the model …"):
             loaded = load_model(resolve_model(known.model), dtype=known.dtype)
             loaded = replace(loaded, name=known.model)
+            load_extractor(known, loaded)
         if chunk_tokens is None and is_new:
             with output.console.status("looking for the longest row …"):
                 chunk_tokens = fitting_chunk_tokens(found, loaded)
-        changes = {"coverage": coverage, "codec": codec, "chunk_tokens": chunk_tokens}
-        config = replace(known.engine, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
+        config = known.engine
+        if chunk_tokens is not None:
+            config = replace(config, chunk_tokens=chunk_tokens)
         if dry_run:
             result = _estimate(
                 output, found, info, loaded, make_embedder(known.embedder), config,
@@ -139,21 +155,30 @@ def migrate(
             model=loaded,
             embedder=known.embedder,
             config=config,
+            extractor=extractor,
             tenant=tenant,
             collection=collection,
         ) as rag:
             with output.ingesting(info.n_rows) as show:
                 report = move(rag, found, reembed=reembed, prune=prune, on_progress=show)
-            n_bytes = rag.engine.forms.n_bytes()
+            n_bytes, of_slots = stored_bytes(rag.engine.forms)
             totals = rag.engine.catalog.counts()
     _say_report(output, report)
     output.say(
         f"{store}: {totals['documents']} documents, {totals['chunks']} chunks of at most "
-        f"{config.chunk_tokens} tokens, {megabytes(n_bytes)}"
+        f"{config.chunk_tokens} tokens, {stored(n_bytes, of_slots)}"
     )
     output.say("In the application:")
     output.say(_NEXT[info.framework].format(name=info.name, store=str(store)))
-    output.result({**_as_dict(report), "store": str(store), "bytes": n_bytes, **totals})
+    output.result(
+        {
+            **_as_dict(report),
+            "store": str(store),
+            "bytes": n_bytes,
+            "slot_bytes": of_slots,
+            **totals,
+        }
+    )
 
 
 def _refuse_one_in_the_other(source: str, store: Path) -> None:

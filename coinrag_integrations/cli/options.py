@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,16 @@ Coverage = Annotated[
 Codec = Annotated[
     str | None,
     typer.Option("--codec", help="Keep KV as it is ('none', default), as 'int8' or 'int4'."),
+]
+Slots = Annotated[
+    str | None,
+    typer.Option("--c2kv", help="Store slots too, one for so many tokens: 4, or 4,8; '' for none."),
+]
+Extractor = Annotated[
+    str | None,
+    typer.Option(
+        "--extractor", help="The folder of what makes them, or 'untrained'. The demo has one."
+    ),
 ]
 Adapter = Annotated[
     str | None,
@@ -57,6 +68,7 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or b
 Seed = Annotated[int, typer.Option("--seed", help="Of turns and of bootstrap intervals.")]
 Chunks = Annotated[int, typer.Option("--n-chunks", min=1, help="Chunks found by stage one.")]
 Nuggets = Annotated[int, typer.Option("--n-nuggets", min=1, help="Nuggets found by stage two.")]
+Raw = Annotated[int, typer.Option("--n-raw", min=0, help="Chunks that 'hybrid' reads whole.")]
 
 
 def parse_bytes(text: str) -> int | None:
@@ -80,9 +92,21 @@ def parse_ratios(option: str, text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: something else.
     """
-    from coinrag_integrations.errors import ConfigError
-
     try:
         return tuple(int(ratio) for ratio in text.split(",") if text)
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: give whole numbers, as 4 or 4,8") from error
+
+
+def slot_ratios(known: Sequence[int], c2kv: str | None, extractor: str | None) -> tuple[int, ...]:
+    """The ratios of `--c2kv`, or those that a store has already.
+
+    Raises:
+        ConfigError: they are not whole numbers, or an extractor is given that would make nothing.
+    """
+    ratios = tuple(known) if c2kv is None else parse_ratios("--c2kv", c2kv)
+    if extractor and not ratios:
+        raise ConfigError(
+            f"--extractor {extractor} makes slots, and none are asked for: add --c2kv 4"
+        )
+    return ratios

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
+    from coinrag_integrations.engine.forms import ChunkForms
     from coinrag_integrations.ingest import IngestReport, OnProgress
 
 
@@ -72,6 +73,23 @@ class Output:
         with Progress(*columns, console=self.console, transient=True) as progress:
             progress.add_task(what, total=total)
             yield progress
+
+
+def stored_bytes(forms: ChunkForms) -> tuple[int, dict[int, int]]:
+    """Bytes of all local chunk files, and of those that hold slots, by ratio."""
+    of_slots = {ratio: store.n_bytes() for ratio, store in forms.stores.items() if ratio > 1}
+    return forms.n_bytes(), of_slots
+
+
+def stored(n_bytes: int, of_slots: Mapping[int, int]) -> str:
+    """What chunk files take, for people."""
+    shares = [f"{megabytes(n)} of them {kind(ratio)}" for ratio, n in of_slots.items()]
+    return ", ".join([megabytes(n_bytes), *shares])
+
+
+def kind(ratio: int) -> str:
+    """What chunk files hold, for people."""
+    return "tokens' entries" if ratio == 1 else f"slots of {ratio} tokens"
 
 
 def megabytes(n_bytes: float) -> str:

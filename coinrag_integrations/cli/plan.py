@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coinrag_integrations.cli.options import Chunks, Json, Nuggets
+from coinrag_integrations.cli.options import Chunks, Json, Nuggets, Raw, parse_ratios
 from coinrag_integrations.cli.output import Output, megabytes
 
 if TYPE_CHECKING:
@@ -34,8 +34,12 @@ def plan(
     codec: Annotated[
         str, typer.Option(help="Keep KV as it is ('none'), or as codes: 'int8', 'int4'.")
     ] = "none",
+    c2kv: Annotated[
+        str, typer.Option("--c2kv", help="Slots too, one for so many tokens: 4, or 4,8.")
+    ] = "",
     n_chunks: Chunks = 5,
     n_nuggets: Nuggets = 10,
+    n_raw: Raw = 1,
     sample: Annotated[
         int, typer.Option(min=0, help="Chunks to look into for nuggets; 0: all of them.")
     ] = 64,
@@ -69,7 +73,12 @@ def plan(
         output.say(str(error))
 
     # What costs nothing comes first, so that mistakes show at once.
-    config = EngineConfig(coverage=coverage, chunk_tokens=chunk_tokens, codec=codec)  # type: ignore[arg-type]
+    config = EngineConfig(
+        coverage=coverage,  # type: ignore[arg-type]  # it checks the names
+        chunk_tokens=chunk_tokens,
+        codec=codec,  # type: ignore[arg-type]
+        c2kv=parse_ratios("--c2kv", c2kv),
+    )
     searcher = make_embedder(embedder)
     documents = read_documents(paths, on_error=note)
     first = next(documents, None)
@@ -84,7 +93,7 @@ def plan(
             loaded,
             searcher,
             config,
-            retrieval=RetrievalConfig(n_chunks=n_chunks, n_nuggets=n_nuggets),
+            retrieval=RetrievalConfig(n_chunks=n_chunks, n_nuggets=n_nuggets, n_raw=n_raw),
             n_sample=sample or None,
             scratch=scratch,
             on_step=lambda step: status.update(f"{step} …"),
@@ -101,8 +110,10 @@ def plan(
                 "embedder": embedder,
                 "coverage": coverage,
                 "chunk_tokens": chunk_tokens,
+                "c2kv": list(config.c2kv),
                 "n_chunks": n_chunks,
                 "n_nuggets": n_nuggets,
+                "n_raw": n_raw,
                 "sample": sample,
             },
             "machine": describe_machine(loaded.device),
@@ -118,6 +129,8 @@ def show_estimate(
     """What a store would cost, for people."""
     output.say(_store_table(estimate, n_nuggets))
     output.say(_codec_table(estimate))
+    if estimate.slot_bytes:
+        output.say(_form_table(estimate))
     output.say(_pay_off(estimate, per_day))
 
 
@@ -135,6 +148,8 @@ def _store_table(estimate: Estimate, n_nuggets: int) -> Table:
     row("covered", estimate.covered_share, lambda share: f"{share:.1%}")
     table.add_section()
     row(f"KV files (codec {estimate.codec})", estimate.kv_bytes[estimate.codec], megabytes)
+    for ratio, by_codec in estimate.slot_bytes.items():
+        row(f"  slots of {ratio} tokens", by_codec[estimate.codec], megabytes)
     row("catalog", estimate.catalog_bytes, megabytes)
     row("index", estimate.index_bytes, megabytes)
     row("on disk", estimate.disk_bytes, megabytes)
@@ -153,14 +168,31 @@ def _store_table(estimate: Estimate, n_nuggets: int) -> Table:
 
 
 def _codec_table(estimate: Estimate) -> Table:
-    table = Table("codec", "KV files", "of none", "read for a question", title="Codecs")
+    of_slots = [f"slots of {ratio}" for ratio in estimate.slot_bytes]
+    table = Table("codec", "KV files", "of none", *of_slots, "read for a question", title="Codecs")
     for name, guess in estimate.kv_bytes.items():
         share = guess.value / estimate.kv_bytes["none"].value
         table.add_row(
             name,
             megabytes(guess.value),
             f"{share:.0%}",
+            *(megabytes(by_codec[name].value) for by_codec in estimate.slot_bytes.values()),
             megabytes(estimate.question_bytes[name].value),
+        )
+    return table
+
+
+def _form_table(estimate: Estimate) -> Table:
+    """What a question reads in every form. What is not stored is encoded again for each question."""
+    columns = ("form", "tokens a slot", "entries", "read for a question", "chunks encoded again")
+    table = Table(*columns, title="Forms of what is read")
+    for it in estimate.readings:
+        table.add_row(
+            it.form,
+            "" if it.ratio is None else str(it.ratio),
+            _count(it.entries.value),
+            megabytes(it.n_bytes[estimate.codec].value),
+            f"{it.encoded.value:.1f}" if it.encoded.value else "",
         )
     return table
 

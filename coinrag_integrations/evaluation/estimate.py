@@ -8,17 +8,21 @@ rather too wide than too narrow. Seconds are those of this machine, as busy as i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.engine.store.codec import CODECS, Codec, CodecName, chunk_bytes
-from coinrag_integrations.evaluation.survey import Survey, draw_questions
+from coinrag_integrations.evaluation.survey import Found, Survey, draw_questions
 from coinrag_integrations.retrieval import RetrievalConfig
+from coinrag_integrations.retrieval.config import Form
+from coinrag_integrations.types import ChunkId, Span
 
 Pairs = tuple[tuple[float, float], ...]
 _DRAWS = 200
+_OF_SLOTS: tuple[Form, ...] = ("c2kv", "hybrid", "slots", "background")
 _ROW_BYTES = 256  # what HNSW keeps of a row in memory besides its vector: links, ids
 
 
@@ -73,16 +77,17 @@ class Growth:
 class Costs:
     """What a trial on this machine took. Pairs are (how much, what it took).
 
-    `encode`: tokens and seconds of each batch, written while the next one is computed; `headers`: 1 and
-    the bytes of a chunk file besides entries and checksums; `embed_chunks`, `embed_nuggets`: texts and
-    seconds; `put_index`: rows and seconds, `put_catalog`: documents and seconds. `catalog` grows with
-    tokens, `index` with rows of `vector_bytes` each. `ram_bytes` is the peak of the process, which
-    had loaded all that a build loads, `gpu_bytes` that of the GPU's memory. `full_ms` and `spans_ms`:
-    1 and the TTFT of each question, behind `context_tokens` tokens of chunks or behind spans of them.
+    `encode`: tokens and seconds of each batch in all forms, written while the next one is computed;
+    `headers`, by ratio: 1 and the bytes of a chunk file besides entries and checksums; `embed_chunks`,
+    `embed_nuggets`: texts and seconds; `put_index`: rows and seconds, `put_catalog`: documents and
+    seconds. `catalog` grows with tokens, `index` with rows of `vector_bytes` each. `ram_bytes` is the
+    peak of the process, which had loaded all that a build loads, `gpu_bytes` that of the GPU's memory.
+    `full_ms` and `spans_ms`: 1 and the TTFT of each question, behind `context_tokens` tokens of chunks
+    or behind spans of them.
     """
 
     encode: Pairs
-    headers: Pairs
+    headers: Mapping[int, Pairs]
     embed_chunks: Pairs
     embed_nuggets: Pairs
     put_index: Pairs
@@ -98,13 +103,28 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What one question reads in a form, whose slots, if it has any, stand for `ratio` tokens.
+
+    `entries` lie in the prefix. `n_bytes`, by codec, come from the store; chunks of which it does not
+    keep all that is read, `encoded` of them, are encoded again instead.
+    """
+
+    form: Form
+    ratio: int | None
+    entries: Guess
+    n_bytes: dict[CodecName, Guess]
+    encoded: Guess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What a store would hold, take and give.
 
-    `kv_bytes` and `question_bytes` (read from the store for one question) are by codec, of which
-    `codec` is the chosen one. `build` is seconds by part; "encode" includes writing the files, which
-    goes on beside it. `full_ms` and `spans_ms` are TTFT behind `context_tokens` tokens of chunks
-    prefilled anew, and behind spans of such chunks, typically `question_entries` entries.
+    `kv_bytes`, and `slot_bytes` for each ratio, are by codec, of which `codec` is the chosen one.
+    `build` is seconds by part; "encode" includes writing the files, which goes on beside it. `readings`
+    are of every form, spans first. `full_ms` and `spans_ms` are TTFT behind `context_tokens` tokens of
+    chunks prefilled anew, and behind spans of such chunks, typically `question_entries` entries.
     """
 
     codec: CodecName
@@ -114,13 +134,13 @@ class Estimate:
     nuggets: Guess
     covered_tokens: Guess
     kv_bytes: dict[CodecName, Guess]
+    slot_bytes: dict[int, dict[CodecName, Guess]]
     catalog_bytes: Guess
     index_bytes: Guess
     ram_bytes: Guess
     gpu_bytes: int | None
     build: dict[str, Guess]
-    question_entries: Guess
-    question_bytes: dict[CodecName, Guess]
+    readings: tuple[Reading, ...]
     context_tokens: int
     full_ms: Guess
     spans_ms: Guess
@@ -133,8 +153,20 @@ class Estimate:
 
     @property
     def disk_bytes(self) -> Guess:
-        """KV files, catalog and index together."""
-        return self.kv_bytes[self.codec] + self.catalog_bytes + self.index_bytes
+        """KV files, slots', catalog and index together."""
+        of_slots = (by_codec[self.codec] for by_codec in self.slot_bytes.values())
+        kv_bytes = sum(of_slots, self.kv_bytes[self.codec])
+        return kv_bytes + self.catalog_bytes + self.index_bytes
+
+    @property
+    def question_entries(self) -> Guess:
+        """Entries of the spans for a question."""
+        return self.readings[0].entries
+
+    @property
+    def question_bytes(self) -> dict[CodecName, Guess]:
+        """Bytes read for a question's spans, by codec."""
+        return self.readings[0].n_bytes
 
     @property
     def build_seconds(self) -> Guess:
@@ -169,6 +201,8 @@ class Estimate:
         totals: dict[str, Any] = {
             "covered_share": asdict(self.covered_share),
             "disk_bytes": asdict(self.disk_bytes),
+            "question_entries": asdict(self.question_entries),
+            "question_bytes": {name: asdict(n) for name, n in self.question_bytes.items()},
             "build_seconds": asdict(self.build_seconds),
             "saved_ms": asdict(self.saved_ms),
             "break_even_questions": None if even is None else asdict(even),
@@ -214,8 +248,10 @@ def estimate(
     layout: KVLayout,
     codec: CodecName = "none",
     retrieval: RetrievalConfig | None = None,
+    c2kv: Sequence[int] = (),
 ) -> Estimate:
-    """What a store of the surveyed documents would cost."""
+    """What a store of the surveyed documents, with slots of the ratios `c2kv`, would cost."""
+    retrieval = retrieval or RetrievalConfig()
     texts, sample = counted.texts, counted.chunks
     characters = Guess.exact(counted.n_characters)
 
@@ -232,11 +268,24 @@ def estimate(
 
     n_entries = [sum(map(len, ranges)) for ranges in counted.covered]
     nuggets = of_chunks([len(chunk.nuggets) for chunk in sample])
-    headers = extrapolate(costs.headers, chunks, chunks.value)
     codecs = {name: Codec(name, layout) for name in CODECS}
+
+    def of_files(ratio: int, n_entries: Sequence[int]) -> dict[CodecName, Guess]:
+        headers = extrapolate(costs.headers[ratio], chunks, chunks.value)
+        return {
+            name: of_chunks([chunk_bytes(one, n) for n in n_entries]) + headers
+            for name, one in codecs.items()
+        }
+
     rows = chunks + nuggets
     n_read = Guess.exact(counted.read_seconds)
-    drawn = [refs for _, refs in draw_questions(sample, retrieval or RetrievalConfig(), _DRAWS)]
+    drawn = draw_questions(sample, retrieval, _DRAWS)
+    covered = dict(zip((chunk.chunk_id for chunk in sample), counted.covered, strict=True))
+    forms: list[tuple[Form, int | None]] = [
+        ("spans", None),
+        ("chunks", None),
+        *product(_OF_SLOTS, c2kv),
+    ]
     return Estimate(
         codec=codec,
         n_documents=counted.n_documents,
@@ -244,9 +293,10 @@ def estimate(
         tokens=tokens,
         nuggets=nuggets,
         covered_tokens=of_chunks(n_entries),
-        kv_bytes={
-            name: of_chunks([chunk_bytes(one, n) for n in n_entries]) + headers
-            for name, one in codecs.items()
+        kv_bytes=of_files(1, n_entries),
+        slot_bytes={
+            k: of_files(k, [Codec(codec, layout, k).entries(len(it)) for it in sample])
+            for k in c2kv
         },
         catalog_bytes=costs.catalog.at(tokens),
         index_bytes=costs.index.at(rows),
@@ -262,14 +312,45 @@ def estimate(
             + extrapolate(costs.embed_nuggets, nuggets),
             "index": extrapolate(costs.put_index, rows),
         },
-        question_entries=_typical([sum(map(len, refs)) for refs in drawn]),
-        question_bytes={
-            name: _typical([sum(one.n_bytes(len(ref)) for ref in refs) for refs in drawn])
-            for name, one in codecs.items()
-        },
+        readings=tuple(
+            _reading(form, ratio, retrieval.n_raw, drawn, covered, codecs) for form, ratio in forms
+        ),
         context_tokens=costs.context_tokens,
         full_ms=extrapolate(costs.full_ms, Guess.exact(1)),
         spans_ms=extrapolate(costs.spans_ms, Guess.exact(1)),
+    )
+
+
+def _reading(
+    form: Form,
+    ratio: int | None,
+    n_raw: int,
+    drawn: Sequence[Found],
+    covered: Mapping[ChunkId, Sequence[Span]],
+    codecs: Mapping[CodecName, Codec],
+) -> Reading:
+    """What questions read in a form; `covered` are the ranges whose entries are stored."""
+    entries, encoded, stored = [], [], []
+    for found in drawn:
+        refs = found.refs(form, ratio or 1, n_raw)
+        missing = {
+            ref.chunk_id
+            for ref in refs
+            if ref.ratio == 1
+            and codecs["none"].rows(covered[ref.chunk_id], Span(ref.start, ref.stop)) is None
+        }
+        entries.append(sum(ref.n_entries for ref in refs))
+        encoded.append(len(missing))
+        stored.append([it.n_entries for it in refs if it.ratio > 1 or it.chunk_id not in missing])
+    return Reading(
+        form=form,
+        ratio=ratio,
+        entries=_typical(entries),
+        n_bytes={
+            name: _typical([sum(map(one.n_bytes, sizes)) for sizes in stored])
+            for name, one in codecs.items()
+        },
+        encoded=_typical(encoded),
     )
 
 

@@ -19,7 +19,9 @@ from coinrag_integrations.engine.plan import arrange
 from coinrag_integrations.errors import DocumentError
 from coinrag_integrations.nuggets import NuggetProposer, extract_nuggets
 from coinrag_integrations.retrieval import RetrievalConfig
-from coinrag_integrations.types import Chunk, ChunkId, Document, Span, SpanRef
+from coinrag_integrations.retrieval.config import Form
+from coinrag_integrations.retrieval.forms import OF_CHUNKS, of_chunks, of_nuggets
+from coinrag_integrations.types import Chunk, Document, ScoredSpan, Span, SpanRef
 
 MAX_CHARACTERS = 16_000_000  # seconds of tokenising; up to four times that many bytes of memory
 
@@ -50,6 +52,24 @@ class Survey:
     read_seconds: float
     cut_seconds: float
     nugget_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What retrieval could find for a question: chunks, and nuggets in them, best first."""
+
+    chunks: tuple[Chunk, ...]
+    nuggets: tuple[ScoredSpan, ...]
+
+    def refs(self, form: Form, ratio: int = 1, n_raw: int = 1) -> list[SpanRef]:
+        """What is read of it in a form, merged."""
+        if form in OF_CHUNKS:
+            whole = [_scored(chunk, Span(0, len(chunk))) for chunk in self.chunks]
+            spans = of_chunks(form, whole, ratio, n_raw)
+        else:
+            by_id = {chunk.chunk_id: chunk for chunk in self.chunks}
+            spans = of_nuggets(form, self.nuggets, by_id.get, ratio)
+        return arrange([span.ref for span in spans])
 
 
 def survey(
@@ -91,10 +111,8 @@ def survey(
     )
 
 
-def draw_questions(
-    chunks: Sequence[Chunk], retrieval: RetrievalConfig, n: int
-) -> list[tuple[tuple[ChunkId, ...], tuple[SpanRef, ...]]]:
-    """What retrieval could find for `n` questions: chunks, and spans of their nuggets, merged.
+def draw_questions(chunks: Sequence[Chunk], retrieval: RetrievalConfig, n: int) -> list[Found]:
+    """What retrieval could find for `n` questions.
 
     Any chunk is taken to be as good as any other. A chunk without nuggets stands for itself, as in
     `SpanIndex.search`.
@@ -103,14 +121,27 @@ def draw_questions(
     drawn = []
     for _ in range(n):
         found = random.sample(chunks, min(retrieval.n_chunks, len(chunks)))
-        refs = [ref for chunk in found for ref in _refs(chunk)]
-        chosen = random.sample(refs, min(retrieval.n_nuggets, len(refs)))
-        drawn.append((tuple(c.chunk_id for c in found), tuple(arrange(chosen))))
+        nuggets = [nugget for chunk in found for nugget in _nuggets(chunk)]
+        chosen = random.sample(nuggets, min(retrieval.n_nuggets, len(nuggets)))
+        drawn.append(Found(chunks=tuple(found), nuggets=tuple(chosen)))
     return drawn
 
 
-def _refs(chunk: Chunk) -> list[SpanRef]:
-    return [chunk.ref(nugget.span) for nugget in chunk.nuggets] or [chunk.ref()]
+def _nuggets(chunk: Chunk) -> list[ScoredSpan]:
+    spans = [nugget.span for nugget in chunk.nuggets] or [Span(0, len(chunk))]
+    return [_scored(chunk, span) for span in spans]
+
+
+def _scored(chunk: Chunk, span: Span) -> ScoredSpan:
+    begin, end = chunk.offsets[span.start][0], chunk.offsets[span.stop - 1][1]
+    return ScoredSpan(
+        ref=chunk.ref(span),
+        text=chunk.text_of(span),
+        score=0.0,
+        document_id=chunk.document_id,
+        char_start=chunk.char_start + begin,
+        char_stop=chunk.char_start + end,
+    )
 
 
 def _held(documents: Iterable[Document], max_characters: int) -> tuple[list[Document], int, int]:

@@ -23,6 +23,7 @@ import torch
 
 from coinrag_integrations.engine import AnswerStream, Engine, EngineConfig, GenerationConfig
 from coinrag_integrations.engine.encoder import batches
+from coinrag_integrations.engine.forms import ChunkForms
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.engine.store import Catalog
 from coinrag_integrations.engine.store.codec import chunk_bytes
@@ -32,9 +33,9 @@ from coinrag_integrations.evaluation.survey import Survey, draw_questions, surve
 from coinrag_integrations.nuggets import NuggetProposer, RuleProposer
 from coinrag_integrations.retrieval import ChromaFolder, Embedder, RetrievalConfig, SpanIndex
 from coinrag_integrations.retrieval.embedders import Vectors
-from coinrag_integrations.types import Chunk, Document
+from coinrag_integrations.types import Chunk, Document, SpanRef
 
-T = TypeVar("T")
+T = TypeVar("T", Chunk, SpanRef)
 OnStep = Callable[[str], None]
 _BATCHES = 4
 _AT_ONCE = 32  # chunks, about as many as an ingestion embeds and indexes together
@@ -61,7 +62,8 @@ def estimate_store(
 ) -> Estimate:
     """What a store of these documents would cost on this machine. Builds none.
 
-    `n_sample` chunks are looked into for nuggets, None: all. Trial files go to a folder inside
+    Slots are made by an untrained extractor: a trained one's are as large and take as long. `n_sample`
+    chunks are looked into for nuggets, None: all. Trial files go to a folder inside
     `scratch` (default: the system's temporary folder) and are removed; writing is as fast as it is
     there. `on_step` is told what is being done.
 
@@ -90,7 +92,7 @@ def estimate_store(
         if not to_embed:  # their vectors are there already
             costs = replace(costs, embed_chunks=((1, 0.0),))
         codec = engine.store.codec.name
-    return estimate(counted, costs, model.layout, codec, retrieval)
+    return estimate(counted, costs, model.layout, codec, retrieval, config.c2kv)
 
 
 def _noting_those_to_embed(documents: Iterable[Document], ids: set[str]) -> Iterator[Document]:
@@ -162,8 +164,8 @@ def _trial_folder(scratch: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _encode(engine: Engine, sample: Sequence[Chunk]) -> tuple[list[Chunk], Pairs, Pairs]:
-    """Chunks encoded and stored; seconds of each batch, and bytes of each file's header."""
+def _encode(engine: Engine, sample: Sequence[Chunk]) -> tuple[list[Chunk], Pairs, dict[int, Pairs]]:
+    """Chunks encoded and stored; seconds of each batch, and by ratio bytes of each file's header."""
     config = engine.config
     n_chunks = -(-_BATCHES * config.batch_tokens // config.chunk_tokens)
     by_length = sorted(sample[:n_chunks], key=len, reverse=True)  # as the engine does
@@ -178,7 +180,9 @@ def _encode(engine: Engine, sample: Sequence[Chunk]) -> tuple[list[Chunk], Pairs
     with ThreadPoolExecutor(2) as pool:  # files are written while the next batch is computed
         writes: list[Future[None]] = []
         for run in runs:
-            writes += [pool.submit(engine.store_chunk, *made) for made in engine.encode(run)]
+            writes += [
+                pool.submit(engine.store_chunk, *made, anew=True) for made in engine.encode(run)
+            ]
             encoded += run
             is_last = run is runs[-1] or time.perf_counter() - started > _SECONDS
             if is_last:
@@ -190,14 +194,18 @@ def _encode(engine: Engine, sample: Sequence[Chunk]) -> tuple[list[Chunk], Pairs
             if is_last:
                 break
     _note(engine.catalog, encoded)
-    headers = [(1, _header_bytes(engine, chunk)) for chunk in encoded]
-    return encoded, tuple(encode), tuple(headers)
+    headers: dict[int, Pairs] = {
+        ratio: tuple((1, _header_bytes(engine.forms, chunk, ratio)) for chunk in encoded)
+        for ratio in engine.forms.stores
+    }
+    return encoded, tuple(encode), headers
 
 
-def _header_bytes(engine: Engine, chunk: Chunk) -> int:
+def _header_bytes(forms: ChunkForms, chunk: Chunk, ratio: int) -> int:
     """Bytes of a chunk's file besides its entries and their checksums."""
-    n_bytes = engine.store.path(chunk.chunk_id).stat().st_size
-    return n_bytes - chunk_bytes(engine.store.codec, sum(map(len, engine.covered(chunk))))
+    store = forms.stores[ratio]
+    n_entries = store.codec.n_entries(forms.covered(chunk, ratio))
+    return store.path(chunk.chunk_id).stat().st_size - chunk_bytes(store.codec, n_entries)
 
 
 def _fill_catalog(folder: Path, sample: Sequence[Chunk]) -> tuple[Growth, Pairs]:
@@ -298,22 +306,20 @@ def _ask(
     engine: Engine, encoded: Sequence[Chunk], retrieval: RetrievalConfig
 ) -> tuple[Pairs, Pairs, int]:
     """TTFT of the same questions behind chunks and behind spans of them, and the chunks' tokens."""
-    sizes = {chunk.chunk_id: len(chunk) for chunk in encoded}
     room = _room(engine)
     full_ms, spans_ms, contexts = [], [], []
     started = time.perf_counter()
-    for round_, (chunk_ids, refs) in enumerate(
-        draw_questions(encoded, retrieval, _WARM_UPS + _ROUNDS)
-    ):
-        context = _that_fit(chunk_ids, [sizes[i] for i in chunk_ids], room)
-        spans = _that_fit(refs, list(map(len, refs)), room)
-        full = _ttft_ms(engine.stream_full(_QUESTION, context, _ONE_TOKEN))
+    for round_, found in enumerate(draw_questions(encoded, retrieval, _WARM_UPS + _ROUNDS)):
+        context = _that_fit(found.chunks, room)
+        spans = _that_fit(found.refs("spans"), room)
+        chunk_ids = [chunk.chunk_id for chunk in context]
+        full = _ttft_ms(engine.stream_full(_QUESTION, chunk_ids, _ONE_TOKEN))
         ours = _ttft_ms(engine.stream(_QUESTION, spans, _ONE_TOKEN))
         late = time.perf_counter() - started > _SECONDS
         if round_ >= _WARM_UPS or late:
             full_ms.append((1, full))
             spans_ms.append((1, ours))
-            contexts.append(sum(sizes[i] for i in context))
+            contexts.append(sum(map(len, context)))
         if late:
             break
     return tuple(full_ms), tuple(spans_ms), round(float(np.mean(contexts)))
@@ -326,9 +332,10 @@ def _room(engine: Engine) -> int:
     return min(before_answer, window if budget is None else budget) - len(engine.prompt.head)
 
 
-def _that_fit(items: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """The first items, as many as there is room for."""
-    return [item for item, end in zip(items, accumulate(sizes), strict=True) if end <= room]
+def _that_fit(items: Sequence[T], room: int) -> list[T]:
+    """The first items, as many as there is room for their tokens."""
+    ends = accumulate(map(len, items))
+    return [item for item, end in zip(items, ends, strict=True) if end <= room]
 
 
 def _ttft_ms(stream: AnswerStream) -> float:

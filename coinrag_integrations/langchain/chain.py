@@ -114,6 +114,7 @@ def create_coinrag_chain(
     n_chunks: int | None = None,
     form: Form | None = None,
     ratio: int | None = None,
+    n_raw: int | None = None,
     generation: GenerationConfig | None = None,
 ) -> Runnable[str | dict[str, Any], dict[str, Any]]:
     """Retrieve and answer: a question in, its answer with the documents it rests on out.
@@ -121,17 +122,23 @@ def create_coinrag_chain(
     The input is a string, or a dict with "question" or "input". The output holds the input's keys
     ("question" for a string), "context" (documents), "answer", and under "coinrag" the spans used,
     token counts and timings. Streaming yields these one after the other, the answer in pieces. `k`,
-    `n_chunks`, `form` and `ratio` are those of `CoinRAGRetriever`.
+    `n_chunks`, `form`, `ratio` and `n_raw` are those of `CoinRAGRetriever`.
 
     Raises:
         ConfigError: both a retriever and what it should look for are given.
     """
-    if retriever is not None and any(it is not None for it in (k, n_chunks, form, ratio)):
-        raise ConfigError("give k, n_chunks, form and ratio to the retriever, or no retriever")
+    options: dict[str, Any] = {
+        "k": k,
+        "n_chunks": n_chunks,
+        "form": form,
+        "ratio": ratio,
+        "n_raw": n_raw,
+    }
+    if retriever is not None and any(it is not None for it in options.values()):
+        raise ConfigError(f"give {', '.join(options)} to the retriever, or no retriever")
     return _CoinRAGChain(
         rag=rag,
-        retriever=retriever
-        or CoinRAGRetriever(rag=rag, k=k, n_chunks=n_chunks, form=form, ratio=ratio, render="text"),
+        retriever=retriever or CoinRAGRetriever(rag=rag, **options, render="text"),
         generation=generation,
     )
 

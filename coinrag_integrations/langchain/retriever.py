@@ -23,12 +23,13 @@ from coinrag_integrations.retrieval.config import Form
 class CoinRAGRetriever(BaseRetriever):
     """The nuggets nearest to a question among those of the nearest chunks, best first.
 
-    In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every
-    `ratio` tokens. `k` is how many nuggets to return, `n_chunks` how many chunks to look into; both are
-    the store's own if left out, and may be given for one call, as may `filter`, a condition on documents'
-    metadata in Chroma's form or `{"key": value, …}`. `page_content` is the exact text of the span behind
-    its handle, from which `ChatCoinRAG` reads KV in any prompt; `render="text"` leaves the handle out, for
-    other models and for people. `metadata["coinrag_score"]` is a cosine similarity.
+    In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every `ratio`
+    tokens; of form "hybrid" the `n_raw` best chunks stay whole. `k` is how many nuggets to return,
+    `n_chunks` how many chunks to look into; both are the store's own if left out, and may be given for one
+    call, as may `filter`, a condition on documents' metadata in Chroma's form or `{"key": value, …}`.
+    `page_content` is the exact text of the span behind its handle, from which `ChatCoinRAG` reads KV in
+    any prompt; `render="text"` leaves the handle out, for other models and for people.
+    `metadata["coinrag_score"]` is a cosine similarity.
 
         >>> CoinRAGRetriever(rag=rag, k=5).invoke("Who built the tidal organ?", k=3)
     """
@@ -40,6 +41,7 @@ class CoinRAGRetriever(BaseRetriever):
     n_chunks: int | None = None
     form: Form | None = None
     ratio: int | None = None
+    n_raw: int | None = None
     filter: dict[str, Any] | None = None
     render: Literal["marked", "text"] = "marked"
 
@@ -75,6 +77,7 @@ class CoinRAGRetriever(BaseRetriever):
             all_of([where_of(self.filter), where_of(where)]),
             self.form,
             self.ratio,
+            self.n_raw,
         )
         spans = self.rag.retrieve(query, config=config)
         if self.render == "text":

@@ -8,7 +8,7 @@ computed before is a prefix of what comes next, and is kept (`engine.kept`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal, Self
@@ -28,13 +28,14 @@ from llama_index.core.settings import Settings
 from llama_index.core.tools import ToolOutput
 
 from coinrag_integrations.engine import mark
-from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.errors import ConfigError, SpanError
 from coinrag_integrations.llamaindex.llm import CoinRAGLLM
 from coinrag_integrations.llamaindex.prompt_helper import count_with
 from coinrag_integrations.llamaindex.retriever import CoinRAGRetriever
 from coinrag_integrations.llamaindex.span_node import SpanNode
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.retrieval.config import Form
+from coinrag_integrations.types import ChunkId, SpanRef
 
 ChatMode = Literal["context", "condense_plus_context"]
 
@@ -108,6 +109,7 @@ class CoinRAGChatEngine(BaseChatEngine):
         retriever: BaseRetriever | None = None,
         form: Form | None = None,
         ratio: int | None = None,
+        n_raw: int | None = None,
         llm: CoinRAGLLM | None = None,
         memory: BaseMemory | None = None,
         chat_history: list[ChatMessage] | None = None,
@@ -115,17 +117,17 @@ class CoinRAGChatEngine(BaseChatEngine):
     ) -> Self:
         """An engine with a retriever, a model and a memory of its own, unless they are given.
 
-        `form` and `ratio` are those of its `CoinRAGRetriever`.
+        `form`, `ratio` and `n_raw` are those of its `CoinRAGRetriever`.
 
         Raises:
             ConfigError: a retriever is given as well, no such form, or an unknown `chat_mode`.
         """
-        if retriever is not None and (form, ratio) != (None, None):
-            raise ConfigError("give form and ratio to the retriever, or no retriever")
+        if retriever is not None and (form, ratio, n_raw) != (None, None, None):
+            raise ConfigError("give form, ratio and n_raw to the retriever, or no retriever")
         llm = llm or CoinRAGLLM.from_defaults(rag)
         return cls(
             rag,
-            retriever=retriever or CoinRAGRetriever(rag, form=form, ratio=ratio),
+            retriever=retriever or CoinRAGRetriever(rag, form=form, ratio=ratio, n_raw=n_raw),
             llm=llm,
             memory=memory
             or Memory.from_defaults(
@@ -246,7 +248,7 @@ class CoinRAGChatEngine(BaseChatEngine):
         past = [it for it in history if it.role in (MessageRole.USER, MessageRole.ASSISTANT)]
         while True:
             shown = {node_id for it in past for node_id in it.additional_kwargs.get(PASSAGES, {})}
-            new = {node_id: text for node_id, text in found.items() if node_id not in shown}
+            new = {node_id: text for node_id, text in found.items() if not is_shown(node_id, shown)}
             asked = ChatMessage(
                 role=MessageRole.USER, content=message, additional_kwargs={PASSAGES: new}
             )
@@ -277,6 +279,33 @@ class CoinRAGChatEngine(BaseChatEngine):
         before, after = self._template.user.split("{context}")
         content = f"{before}{context}{after.replace('{question}', message.content or '')}"
         return ChatMessage(role=message.role, content=content)
+
+
+def is_shown(node_id: str, shown: Collection[str]) -> bool:
+    """Whether a conversation shows what an id stands for: it, or all of its tokens as finely or finer.
+
+    Ids are those of spans (`_adapters.span_id`), or of anything else.
+    """
+    if node_id in shown or (wanted := _span_of_id(node_id)) is None:
+        return node_id in shown
+    return any(
+        it.chunk_id == wanted.chunk_id
+        and it.start <= wanted.start
+        and wanted.stop <= it.stop
+        and it.ratio <= wanted.ratio
+        for it in map(_span_of_id, shown)
+        if it is not None
+    )
+
+
+def _span_of_id(node_id: str) -> SpanRef | None:
+    """The inverse of `_adapters.span_id`; None for the ids of others."""
+    chunk_id, *numbers = node_id.split(":")
+    try:
+        start, stop, *ratio = map(int, numbers)
+        return SpanRef(ChunkId(chunk_id), start, stop, *ratio)
+    except (ValueError, TypeError, SpanError):
+        return None
 
 
 def _passage(node: NodeWithScore) -> str:

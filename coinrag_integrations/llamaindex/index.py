@@ -103,6 +103,7 @@ class CoinRAGIndex:
         similarity_top_k: int | None = None,
         form: Form | None = None,
         ratio: int | None = None,
+        n_raw: int | None = None,
         filters: MetadataFilters | None = None,
         **options: Any,
     ) -> BaseQueryEngine:
@@ -116,6 +117,7 @@ class CoinRAGIndex:
             n_nuggets=similarity_top_k if n_nuggets is None else n_nuggets,
             form=form,
             ratio=ratio,
+            n_raw=n_raw,
             filters=filters,
             with_handles=llm is None or isinstance(llm, CoinRAGLLM),
         )

@@ -50,6 +50,7 @@ class CoinRAGQueryEngine(RetrieverQueryEngine):
         n_nuggets: int | None = None,
         form: Form | None = None,
         ratio: int | None = None,
+        n_raw: int | None = None,
         filters: MetadataFilters | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         generation: GenerationConfig | None = None,
@@ -61,10 +62,11 @@ class CoinRAGQueryEngine(RetrieverQueryEngine):
         Raises:
             ConfigError: both a retriever and any of these are given, or they are impossible.
         """
-        given = (n_chunks, n_nuggets, form, ratio, filters)
+        given = (n_chunks, n_nuggets, form, ratio, n_raw, filters)
         if retriever is not None and any(it is not None for it in given):
             raise ConfigError(
-                "give n_chunks, n_nuggets, form, ratio and filters to the retriever, or no retriever"
+                "give n_chunks, n_nuggets, form, ratio, n_raw and filters to the retriever, or no "
+                "retriever"
             )
         manager = callback_manager or Settings.callback_manager
         return cls(
@@ -75,6 +77,7 @@ class CoinRAGQueryEngine(RetrieverQueryEngine):
                 n_nuggets=n_nuggets,
                 form=form,
                 ratio=ratio,
+                n_raw=n_raw,
                 filters=filters,
                 callback_manager=manager,
             ),

@@ -22,10 +22,10 @@ class CoinRAGRetriever(BaseRetriever):
     """The nuggets nearest to a question among those of the nearest chunks, best first.
 
     In another `form` (see `RetrievalConfig`) they are whole chunks, or C2KV's slots, one for every `ratio`
-    tokens. A node's text is the exact text of its span, its score a cosine similarity. LLMs are shown its
-    handle too, from which `CoinRAGLLM` reads KV; other LLMs need `StripHandles` behind the retriever.
-    The store's own embedder is used, whatever embedding a `QueryBundle` may bring along. `filters` hold
-    for documents' metadata.
+    tokens; of form "hybrid" the `n_raw` best chunks stay whole. A node's text is the exact text of its
+    span, its score a cosine similarity. LLMs are shown its handle too, from which `CoinRAGLLM` reads KV;
+    other LLMs need `StripHandles` behind the retriever. The store's own embedder is used, whatever
+    embedding a `QueryBundle` may bring along. `filters` hold for documents' metadata.
 
         >>> nodes = CoinRAGRetriever(rag, n_nuggets=3).retrieve("Who built the tidal organ?")
     """
@@ -38,6 +38,7 @@ class CoinRAGRetriever(BaseRetriever):
         n_nuggets: int | None = None,
         form: Form | None = None,
         ratio: int | None = None,
+        n_raw: int | None = None,
         filters: MetadataFilters | None = None,
         with_handles: bool = True,
         callback_manager: CallbackManager | None = None,
@@ -47,7 +48,8 @@ class CoinRAGRetriever(BaseRetriever):
         """Widths that are left out are the store's own.
 
         Raises:
-            ConfigError: a width below 1, no such form, or a filter that Chroma cannot check.
+            ConfigError: a width below 1, no such form, an `n_raw` below 0, or a filter that Chroma
+                cannot check.
         """
         super().__init__(
             callback_manager=callback_manager or Settings.callback_manager,
@@ -56,7 +58,7 @@ class CoinRAGRetriever(BaseRetriever):
         )
         self._rag, self._with_handles = rag, with_handles
         self._config = _adapters.retrieval_config(
-            rag, n_chunks, n_nuggets, condition_of(filters), form, ratio
+            rag, n_chunks, n_nuggets, condition_of(filters), form, ratio, n_raw
         )
 
     def _get_prompt_modules(self) -> PromptMixinType:

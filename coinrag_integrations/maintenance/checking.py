@@ -25,7 +25,7 @@ from coinrag_integrations.types import Chunk, ChunkId, Scope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantReport:
-    """The KV files of one fingerprint in one scope.
+    """The KV files of one fingerprint in one scope: entries (`ratio` 1), or slots of `ratio` tokens.
 
     `corrupt` and `missing` are chunks of documents that are there; `missing` KV is encoded again when it
     is asked for. Slots at a ratio that the store does not make any more are never missing. `orphans` are
@@ -33,6 +33,7 @@ class VariantReport:
     """
 
     name: str
+    ratio: int
     n_files: int
     n_bytes: int
     corrupt: tuple[ChunkId, ...]
@@ -45,7 +46,8 @@ class ScopeReport:
     """What was found in one scope.
 
     `begun` counts documents whose ingestion was interrupted, `garbage` chunks whose removal was.
-    `unindexed` chunks have no row in the index, `unknown` rows no chunk. `damage` is what is wrong with
+    `unindexed` chunks have no row in the index, `unknown` rows no chunk. `unmade` are ratios whose slots
+    the store should have, and has none of. `damage` is what is wrong with
     the catalog itself.
     """
 
@@ -57,6 +59,7 @@ class ScopeReport:
     damage: tuple[str, ...]
     unindexed: tuple[ChunkId, ...]
     unknown: tuple[ChunkId, ...]
+    unmade: tuple[int, ...]
     variants: tuple[VariantReport, ...]
 
     def problems(self, *, bounded: bool) -> list[str]:
@@ -73,6 +76,8 @@ class ScopeReport:
             counts[f"KV files of {variant.name} belong to no chunk"] = len(variant.orphans)
             if not bounded:
                 counts[f"KV files of {variant.name} are missing"] = len(variant.missing)
+        for ratio in self.unmade:
+            counts[f"chunks have no slots of {ratio} tokens"] = self.n_chunks
         return found + [f"{count} {what}" for what, count in counts.items() if count]
 
 
@@ -173,6 +178,7 @@ def _verify(
             if i not in rows or (nuggets and i not in nugget_rows)
         ),
         unknown=tuple(sorted((rows | nugget_rows) - chunks.keys())),
+        unmade=tuple(sorted({*ratios} - {1} - {it.codec.ratio for it in scope.stores.values()})),
         variants=tuple(
             _verify_variant(
                 name,
@@ -210,6 +216,7 @@ def _verify_variant(
     missing = [i for i in wanted if i not in files and store.tier(i) == "disk"]
     return VariantReport(
         name=name,
+        ratio=store.codec.ratio,
         n_files=len(files),
         n_bytes=store.n_bytes(),
         corrupt=tuple(corrupt),

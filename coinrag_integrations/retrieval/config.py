@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 from coinrag_integrations.errors import ConfigError
@@ -30,15 +31,15 @@ class RetrievalConfig:
     n_raw: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse searches for nothing, and conditions that Chroma could not check."""
+        """Refuse searches for nothing, unknown forms, and conditions that Chroma could not check."""
         where_of(self.where)
         if self.form not in get_args(Form):
             raise ConfigError(f"form is {self.form!r}: use one of {', '.join(get_args(Form))}")
-        if self.n_raw < 0 or (self.ratio is not None and self.ratio < 2):
-            raise ConfigError(
-                f"n_raw={self.n_raw} must be at least 0, and ratio={self.ratio} at least 2"
-            )
-        if self.n_chunks < 1 or self.n_nuggets < 1:
-            raise ConfigError(
-                f"n_chunks={self.n_chunks} and n_nuggets={self.n_nuggets} must be at least 1"
-            )
+        for name, value, least in (
+            ("n_chunks", self.n_chunks, 1),
+            ("n_nuggets", self.n_nuggets, 1),
+            ("n_raw", self.n_raw, 0),
+            ("ratio", 2 if self.ratio is None else self.ratio, 2),
+        ):
+            if not isinstance(value, Integral) or value < least:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")

@@ -8,6 +8,8 @@ from dataclasses import replace
 from coinrag_integrations.retrieval.config import Form
 from coinrag_integrations.types import Chunk, ChunkId, ScoredSpan, Span
 
+OF_CHUNKS: tuple[Form, ...] = ("chunks", "c2kv", "hybrid")  # the others are made of nuggets
+
 
 def of_chunks(form: Form, chunks: Sequence[ScoredSpan], ratio: int, n_raw: int) -> list[ScoredSpan]:
     """Whole chunks, best first, in a form that needs no nuggets: "chunks", "c2kv" or "hybrid"."""
@@ -19,14 +21,15 @@ def of_chunks(form: Form, chunks: Sequence[ScoredSpan], ratio: int, n_raw: int) 
 def of_nuggets(
     form: Form,
     nuggets: Sequence[ScoredSpan],
-    chunk: Callable[[ChunkId], Chunk],
+    chunk: Callable[[ChunkId], Chunk | None],
     ratio: int,
 ) -> list[ScoredSpan]:
     """Nuggets, best first, in a form that is made of them.
 
     "spans" are themselves. "slots" are those whose block of tokens meets a nugget. "background" are the
     nuggets, and slots of all blocks of their chunks that meet none: a chunk's are in the order of its
-    text, and chunks in that of their best nuggets. `chunk` gives the chunks that they lie in.
+    text, and chunks in that of their best nuggets. `chunk` gives the chunks that they lie in; those that
+    are not there any more (None) are left out.
     """
     if form == "spans":
         return list(nuggets)
@@ -35,7 +38,8 @@ def of_nuggets(
         by_chunk.setdefault(nugget.ref.chunk_id, []).append(nugget)
     made: list[ScoredSpan] = []
     for chunk_id, own in by_chunk.items():
-        whole = chunk(chunk_id)
+        if (whole := chunk(chunk_id)) is None:
+            continue
         met = {block for it in own for block in _blocks(it, ratio)}
         wanted = met if form == "slots" else {*range(-(-len(whole) // ratio))} - met
         score = {block: it.score for it in reversed(own) for block in _blocks(it, ratio)}

@@ -107,6 +107,46 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(
     )
 
 
+def test_a_move_with_slots(run: Run, db: Path, tiny: Path, tmp_path: Path):
+    """What `coinrag build` knows of slots, and the same words for what cannot be."""
+    store = tmp_path / "store"
+    command = ("migrate", db, "--store", store)
+    for bad, words in (("0", "from 2 to 32"), ("abc", "as 4 or 4,8"), ("4", "--extractor FOLDER")):
+        for dry in ((), ("--dry-run",)):
+            refused = run(*command, "--model", tiny, "--c2kv", bad, *dry)
+            assert (refused.code, refused.value["error"]["type"]) == (1, "ConfigError")
+            assert words in refused.value["error"]["message"]
+    slots = ("--model", tiny, "--c2kv", "4,8", "--extractor", "untrained")
+    planned = run(*command, *slots, "--dry-run", "--sample", 0)
+    assert planned.code == 0
+    assert not store.exists()
+    assert "slots of 8 tokens" in planned.text
+    moved = run(*command, *slots)
+    assert (moved.code, moved.value["n_added"]) == (0, N_ROWS)
+    for ratio in ("4", "8"):
+        n_bytes = planned.value["slot_bytes"][ratio]["none"]["value"]
+        assert moved.value["slot_bytes"][ratio] == pytest.approx(n_bytes, rel=0.02)
+        assert f"of them slots of {ratio} tokens" in moved.text
+    assert len({path.parents[1] for path in store.rglob("*.safetensors")}) == 3
+    again = run(*command)
+    assert (again.value["n_unchanged"], again.value["n_encoded"]) == (N_ROWS, 0)
+    question = "Which buoy lies off Cape 7 and was painted in 1807?"
+    asked = run("ask", "--store", store, "--mode", "c2kv", "--ratio", 8, question)
+    assert asked.code == 0
+    assert {span["ratio"] for span in asked.value["spans"]} == {8}
+    assert asked.value["recomputed"] == 0
+
+
+def test_slots_come_to_what_was_moved_before(run: Run, db: Path, tiny: Path, tmp_path: Path):
+    store = tmp_path / "store"
+    first = run("migrate", db, "--store", store, "--model", tiny)
+    assert (first.value["n_added"], first.value["slot_bytes"]) == (N_ROWS, {})
+    moved = run("migrate", db, "--store", store, "--c2kv", 4, "--extractor", "untrained")
+    assert (moved.code, moved.value["n_updated"]) == (0, N_ROWS)
+    assert moved.value["slot_bytes"]["4"] == moved.value["bytes"] - first.value["bytes"]
+    assert run("verify", "--store", store).code == 0
+
+
 def test_vectors_of_others_are_refused_unless_all_are_made_anew(
     run: Run, tiny: Path, tmp_path: Path
 ):

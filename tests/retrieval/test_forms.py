@@ -161,7 +161,11 @@ def test_nuggets_alone_are_as_they_were_found():
     [
         ({"form": "slot"}, "spans, chunks, c2kv, hybrid, slots, background"),
         ({"ratio": 1}, "ratio=1"),
+        ({"ratio": 4.0}, "ratio=4.0"),
         ({"n_raw": -1}, "n_raw=-1"),
+        ({"n_raw": "2"}, "n_raw='2'"),
+        ({"n_chunks": 0}, "n_chunks=0 must be a whole number of at least 1"),
+        ({"n_nuggets": None}, "n_nuggets=None"),
     ],
 )
 def test_forms_that_are_none_are_refused(options, words):

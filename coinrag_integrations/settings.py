@@ -139,10 +139,18 @@ def load_extractor(settings: StoreSettings, model: LoadedModel) -> Extractor | N
             "slots are asked for, and nothing makes them: give --extractor FOLDER, which `coinrag train "
             f"c2kv` makes, or --extractor {UNTRAINED} for slots that are worth much less"
         )
-    if settings.extractor == UNTRAINED:
+    return read_extractor(settings.extractor, model)
+
+
+def read_extractor(name: str, model: LoadedModel) -> Extractor:
+    """A folder's extractor, that of the demo ("demo"), or one that was not trained ("untrained").
+
+    Raises:
+        ModelError: it cannot be read, or belongs to another model.
+    """
+    if name == UNTRAINED:
         return Extractor.untrained(model)
-    folder = DEMO_EXTRACTOR if settings.extractor == DEMO else settings.extractor
-    return Extractor.load(folder, model)
+    return Extractor.load(DEMO_EXTRACTOR if name == DEMO else name, model)
 
 
 def open_remote(url: str | None) -> Remote | None:

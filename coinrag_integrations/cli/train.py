@@ -174,6 +174,12 @@ def c2kv(
         str,
         typer.Option(help="Slots begin as the 'last' token of their block, its 'mean', or 'eos'."),
     ] = "last",
+    overlap: Annotated[
+        int, typer.Option(min=0, help="Tokens before its block that a slot sees too.")
+    ] = 0,
+    start: Annotated[
+        str | None, typer.Option(help="An extractor's folder to begin with; 'demo': the demo's.")
+    ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(help="Keep the KV of chunks in a folder: for other passes and trainings."),
@@ -202,6 +208,7 @@ def c2kv(
         kl=kl,
         kl_question=kl_question,
         reconstruction=reconstruction,
+        overlap=overlap,
         init=init,  # type: ignore[arg-type]  # it checks the name
         rank=rank,
         alpha=2 * rank,
@@ -212,7 +219,7 @@ def c2kv(
     if adapter is None and model == DEMO:
         adapter = DEMO
     output = Output(as_json=json)
-    _train(output, data, output_folder, model, embedder, config, minutes, adapter, cache)
+    _train(output, data, output_folder, model, embedder, config, minutes, adapter, cache, start)
 
 
 def _train(
@@ -225,11 +232,17 @@ def _train(
     minutes: float | None,
     adapter: str | None = None,
     cache: Path | None = None,
+    start: str | None = None,
 ) -> None:
     from coinrag_integrations.engine import load_model
     from coinrag_integrations.engine.adapter import with_adapter
     from coinrag_integrations.evaluation.data import read_examples
-    from coinrag_integrations.settings import load_adapter, make_embedder, resolve_model
+    from coinrag_integrations.settings import (
+        load_adapter,
+        make_embedder,
+        read_extractor,
+        resolve_model,
+    )
     from coinrag_integrations.training import train_reader
 
     examples = read_examples(data)
@@ -256,6 +269,7 @@ def _train(
             data=[path.name for path in data],
             reader=reads,
             cache=cache,
+            start=None if start is None else read_extractor(start, loaded),
             max_seconds=None if minutes is None else 60 * minutes,
             on_progress=show,
         )

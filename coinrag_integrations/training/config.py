@@ -56,6 +56,7 @@ class ReaderConfig:
     through_cache: bool = False
     init: Init = "last"
     ratios: tuple[int, ...] = (4,)
+    overlap: int = 0
     copies: bool = False
     kl: float = 1.0
     kl_question: float = 2.0

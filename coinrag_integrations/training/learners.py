@@ -15,8 +15,9 @@ from torch import nn
 
 from coinrag_integrations.engine import LoadedModel
 from coinrag_integrations.engine.adapter import BASE_FILE, WEIGHTS_FILE
+from coinrag_integrations.engine.c2kv import Extractor
 from coinrag_integrations.engine.links import line_breaks, save_links, with_links
-from coinrag_integrations.errors import ModelError
+from coinrag_integrations.errors import ConfigError, ModelError
 from coinrag_integrations.files import write_text
 from coinrag_integrations.training.batches import composed, losses
 from coinrag_integrations.training.config import ReaderConfig
@@ -48,14 +49,30 @@ class Learner(Protocol):
         ...
 
 
-def make_learner(model: LoadedModel, config: ReaderConfig, reader: LoadedModel | None) -> Learner:
+def make_learner(
+    model: LoadedModel,
+    config: ReaderConfig,
+    reader: LoadedModel | None,
+    start: Extractor | None = None,
+) -> Learner:
     """What a config trains of a base model; `reader` (the model with an adapter) for links and slots.
 
+    `start` is an extractor whose weights slots begin with.
+
     Raises:
-        ModelError: peft is needed and not installed, or the model has no linear layers that it knows.
+        ConfigError: a start is given to what is no extractor.
+        ModelError: peft is needed and not installed, the model has no linear layers that it knows, or the
+            start has weights of another kind.
     """
     if config.kind == "c2kv":
-        return SlotLearner(model, config, reader or model)
+        learner = SlotLearner(model, config, reader or model)
+        if start is not None:
+            learner.start_from(start)
+        return learner
+    if start is not None:
+        raise ConfigError(
+            f"an extractor to start from is given to kind={config.kind!r}: leave it out"
+        )
     if config.kind == "links":
         return _Links(model, config, reader or model)
     return _Full(model, config) if config.kind == "full" else _Lora(model, config)

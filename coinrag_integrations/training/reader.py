@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from coinrag_integrations.engine import LoadedModel
+from coinrag_integrations.engine.c2kv import Extractor
 from coinrag_integrations.errors import BudgetError, ConfigError
 from coinrag_integrations.evaluation.data import Example
 from coinrag_integrations.files import write_text
@@ -59,6 +60,7 @@ def train_reader(
     data: Sequence[str] = (),
     reader: LoadedModel | None = None,
     cache: Path | None = None,
+    start: Extractor | None = None,
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> TrainingReport:
@@ -69,6 +71,7 @@ def train_reader(
     `data` says where the examples came from, for the model card; `reader` is the model with an adapter
     merged in, for link tokens that are to stand beside one and slots that it is to read. In `cache`, a
     folder, entries are kept that slots are made of: a second pass and another training need not encode.
+    `start` is an extractor to begin with.
 
     Raises:
         ConfigError: too few examples, or the folder was begun with another config.
@@ -85,7 +88,7 @@ def train_reader(
     held = [examples[i] for i in order[: config.n_held_out]]
     kept = [examples[i] for i in order[config.n_held_out :]]
     torch.manual_seed(config.seed)
-    learner = make_learner(model, config, reader)
+    learner = make_learner(model, config, reader, start)
     on_disk = None if cache is None else KeptEntries(cache, model)
     sampler = Sampler.of(model, embedder, config, reader=learner.reader, kept=on_disk)
     run = _Run(learner, sampler, config, folder, data)

@@ -22,6 +22,7 @@ from coinrag_integrations.engine.c2kv.extractor import (
     projections,
     save_extractor,
 )
+from coinrag_integrations.errors import ModelError
 from coinrag_integrations.training.batches import divergences, losses, nats, online_logits
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.reconstruction import reconstruction
@@ -90,6 +91,34 @@ class SlotLearner:
         weights = (weight for it in self.changes.values() for weight in it.parameters())
         self.weights = [self.shared, *(weight for weight in weights if weight.requires_grad)]
 
+    def start_from(self, extractor: Extractor) -> None:
+        """Take the weights of one that was trained before, for the same model.
+
+        Raises:
+            ModelError: its weights are of another kind or rank, or it is another model's.
+        """
+        extractor.check(self.base)
+        scale = extractor.scale / (self.config.alpha / self.config.rank)
+        theirs = dict(extractor.copies)
+        for name, (a, b) in extractor.pairs.items():
+            theirs |= {f"{name}.a": a, f"{name}.b": b.float() * scale}
+        own = {
+            f"{name}.{part}": weight
+            for name, change in self.changes.items()
+            for part, weight in change.named_parameters()
+            if weight.requires_grad
+        }
+        shapes = ({name: it.shape for name, it in some.items()} for some in (theirs, own))
+        if extractor.init != self.config.init or next(shapes) != next(shapes):
+            raise ModelError(
+                "the extractor to start from has another init, another rank, or copies where this one "
+                "has none: train as it was trained, or start without it"
+            )
+        with torch.no_grad():
+            self.shared.copy_(extractor.shared)
+            for name, weight in own.items():
+                weight.copy_(theirs[name])
+
     def losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """See `Learner.losses`."""
         kvs = [self.composed(slots) for slots in _slots(samples)]
@@ -143,14 +172,14 @@ class SlotLearner:
                 for part, weight in it.named_parameters()
             },
             ratios=tuple(sorted(set(self.config.ratios))),
-            overlap=0,
+            overlap=self.config.overlap,
             digest="",
         )
         save_extractor(folder, extractor, {"adapter": self.reader.adapter, **noted})
 
     def composed(self, slots: Slots) -> torch.Tensor:
         """Head and slots as they are served, in the graph: [L, 2, 1, H, N, D]."""
-        blocks = Blocks(ratio=slots.ratio)
+        blocks = Blocks(ratio=slots.ratio, overlap=self.config.overlap)
         inputs = [
             slot_inputs(self.base, self.config.init, self.shared, ids, blocks)
             for ids in slots.chunks

@@ -14,7 +14,7 @@ from coinrag_integrations.engine import LoadedModel
 from coinrag_integrations.engine.c2kv import Extractor, SlotEncoder
 from coinrag_integrations.engine.c2kv.extraction import placed
 from coinrag_integrations.engine.c2kv.extractor import CONFIG_FILE
-from coinrag_integrations.errors import BudgetError, ConfigError
+from coinrag_integrations.errors import BudgetError, ConfigError, ModelError
 from coinrag_integrations.evaluation.rivals import Kitchen
 from coinrag_integrations.training import ReaderConfig, Sampler, TrainingReport, train_reader
 from coinrag_integrations.training.batches import losses
@@ -214,3 +214,49 @@ def test_a_ratio_that_is_drawn_more_often_is_named_once(model: LoadedModel, tmp_
     train_reader(model, EXAMPLES, HashEmbedder(), tmp_path, config)
     assert Extractor.load(tmp_path, model).ratios == (2, 4)
     assert "in place of 2 or 4 tokens" in (tmp_path / "MODEL_CARD.md").read_text()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_training_starts_where_another_one_ended(
+    model: LoadedModel, tmp_path: Path, copies: bool
+):
+    config = replace(SLOTS, copies=copies, n_examples=16)
+    first = train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "a", config)
+    done = Extractor.load(tmp_path / "a", model)
+    other = replace(config, alpha=4 * config.alpha, n_examples=8)
+    second = train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "b", other, start=done)
+    assert second.held_out[0] == pytest.approx(first.held_out[first.best_step], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"rank": 3}, ModelError, "another rank"),
+        ({"copies": True}, ModelError, "copies where"),
+        ({"init": "mean"}, ModelError, "another init"),
+        ({"kind": "lora"}, ConfigError, "leave it out"),
+    ],
+)
+def test_a_start_that_is_another_kind_is_refused(
+    model: LoadedModel, trained, tmp_path: Path, change: dict, error: type[Exception], says: str
+):
+    done = Extractor.load(trained[0], model)
+    with pytest.raises(error, match=says):
+        train_reader(
+            model, EXAMPLES, HashEmbedder(), tmp_path, replace(SLOTS, **change), start=done
+        )
+
+
+def test_slots_that_see_tokens_before_their_blocks_are_served_as_they_are_trained(
+    model: LoadedModel, tmp_path: Path
+):
+    config = replace(SLOTS, overlap=3, n_examples=16)
+    learner = SlotLearner(model, config, model)
+    learner.save(tmp_path, {})
+    extractor = Extractor.load(tmp_path, model)
+    assert extractor.overlap == 3
+    slots = sample_of(Sampler.of(model, HashEmbedder(), config), 1).kv
+    assert isinstance(slots, Slots)
+    made = SlotEncoder.of(model, extractor)(slots.chunks, slots.ratio, slots.entries)
+    served = placed(model, torch.cat((slots.head, *made))[None], np.array([slots.turns]))
+    assert torch.allclose(learner.composed(slots), served, atol=1e-5)

@@ -66,6 +66,8 @@ class ChunkForms:
         if ratio == 1 or self.slots is None:
             return kv
         (slots,) = self.slots([ids], ratio, [kv])
+        if slots.is_cuda:
+            torch.cuda.synchronize(slots.device)
         cost.observe_encode(len(ids), time.perf_counter() - begin)
         return slots
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -271,8 +271,7 @@ class SpanIndex:
         # Rows of chunks that are not there take the place of others: then look further still.
         n_results = n_chunks + _TIES
         while True:
-            spans = self._nearest_chunks(vector, n_results, condition)
-            n_found = len(spans)
+            spans, n_found = self._nearest_chunks(vector, n_results, condition)
             if live is not None:
                 there = live([span.ref.chunk_id for span in spans])
                 spans = [span for span in spans if span.ref.chunk_id in there]
@@ -283,7 +282,8 @@ class SpanIndex:
 
     def _nearest_chunks(
         self, vector: Vectors, n_results: int, where: Condition | None
-    ) -> list[ScoredSpan]:
+    ) -> tuple[list[ScoredSpan], int]:
+        """The nearest chunks, and of how many rows: those that go meanwhile come back empty."""
         with guard("search chunks"):
             found = self._chunks.query(
                 query_embeddings=vector[None],
@@ -291,13 +291,16 @@ class SpanIndex:
                 where=cast("Where | None", where),
                 include=["documents", "metadatas", "distances"],
             )
-        rows = zip(
-            (found["metadatas"] or [[]])[0],
-            (found["documents"] or [[]])[0],
-            (found["distances"] or [[]])[0],
-            strict=True,
+        rows: list[tuple[Any, Any, float]] = list(
+            zip(
+                (found["metadatas"] or [[]])[0],
+                (found["documents"] or [[]])[0],
+                (found["distances"] or [[]])[0],
+                strict=True,
+            )
         )
-        return [scored(metadata, text, 1.0 - distance) for metadata, text, distance in rows]
+        there = [row for row in rows if row[:2] != (None, None)]
+        return [scored(meta, text, 1.0 - distance) for meta, text, distance in there], len(rows)
 
     @contextmanager
     def _changing(self, chunk_ids: Sequence[ChunkId]) -> Iterator[None]:

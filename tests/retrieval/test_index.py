@@ -216,6 +216,15 @@ def test_rows_that_we_did_not_write_are_an_error_of_ours(index):
         index.search("organ")
 
 
+def test_rows_that_come_back_empty_are_passed_over(index):
+    """Chroma gives a row that is removed while it searches back without text and metadata."""
+    index.put(some_chunks(12))
+    expected = index.search_chunks("organ", 5)
+    empty = [f"x{i}" for i in range(30)]
+    index._chunks.add(ids=empty, embeddings=[EMBEDDER.embed_query("organ")] * len(empty))
+    assert index.search_chunks("organ", 5) == expected
+
+
 def test_metadata_come_back_without_none_and_without_ours(index):
     chunk = make_chunk(
         "a b c d", ["b c"], metadata={"title": "T", "page": 3, "ok": True, "x": 0.5, "none": None}

@@ -6,6 +6,7 @@ Needs vLLM, which has an environment of its own: `make serving`. The model is ra
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 SENTENCES = "The tidal organ of Marenqué was built by Bastien Roule in 1923. " * 60
 SHORT = GenerationConfig(max_new_tokens=6)
-N_REQUESTS = 1000
+N_REQUESTS = int(os.environ.get("SERVING_REQUESTS", "1000"))
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -321,6 +322,21 @@ def test_stock_clients_send_passages_with_handles(place, address, stream):
     assert last["finish_reason"] in ("stop", "length")
     if not stream:  # the stream finds its blocks in the server's own cache
         assert counted(address)["prefixes"] == before["prefixes"] + 1
+
+
+def test_the_openai_package_knows_nothing_of_it(place, address):
+    from openai import OpenAI  # vLLM brings it
+
+    body = marked_chat(place, "two")
+    own = "".join(place.engines["two"].chat([Message(**it) for it in body["messages"]], SHORT))
+    with OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
+        before = counted(address)
+        answer = client.chat.completions.create(**body)
+        assert answer.choices[0].message.content.strip() == own
+        assert counted(address)["prefixes"] == before["prefixes"] + 1
+        chunks = list(client.chat.completions.create(**body, stream=True))
+    said = "".join(it.choices[0].delta.content or "" for it in chunks if it.choices)
+    assert said.strip() == own
 
 
 def test_passages_that_cannot_be_loaded_are_words_for_stock_clients(place, address):

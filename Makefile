@@ -54,7 +54,7 @@ compat:
 serving: export OMP_WAIT_POLICY = passive
 serving: $(VENV)-serving/.ready
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV)-serving/bin/python -m pytest tests/serving
-	CUDA_VISIBLE_DEVICES= $(VENV)-serving/bin/python benchmarks/serving_load.py
+	CUDA_VISIBLE_DEVICES= $(VENV)-serving/bin/python -m benchmarks.serving_load
 
 clean:
 	rm -rf $(VENV) $(VENV)-compat $(VENV)-serving .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

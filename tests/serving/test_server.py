@@ -291,10 +291,13 @@ def test_leaving_early_leaves_the_server_up(place, served):
     assert ask(place, served, "one", 1) == (place.own("one", 1), "")
 
 
-def marked_chat(place, tenant: str, **fields) -> dict:
+def marked_chat(place, tenant: str, first: int = 2, **fields) -> dict:
     """A conversation as a stock client holds it, whose beginning has been prepared."""
     engine = place.engines[tenant]
-    passages = [mark(engine.handles.handle(it.ref()), it.text) for it in place.chunks[tenant][2:5]]
+    passages = [
+        mark(engine.handles.handle(it.ref()), it.text)
+        for it in place.chunks[tenant][first : first + 3]
+    ]
     user = f"Read:\n{''.join(passages)}\nWho built the organ?"
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": user}]
     body = {"model": str(place.model), "messages": messages}
@@ -327,7 +330,7 @@ def test_stock_clients_send_passages_with_handles(place, address, stream):
 def test_the_openai_package_knows_nothing_of_it(place, address):
     from openai import OpenAI  # vLLM brings it
 
-    body = marked_chat(place, "two")
+    body = marked_chat(place, "two", 5)
     own = "".join(place.engines["two"].chat([Message(**it) for it in body["messages"]], SHORT))
     with OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
         before = counted(address)

@@ -95,7 +95,9 @@ class CoinRAGMiddleware:
         """
         with self._lock:
             if self._marked is None:
-                self._marked = open_marked(scope["app"].state, self._open)
+                with ExitStack() as stack:  # what is opened stays open only if all of it is there
+                    self._marked = open_marked(scope["app"].state, stack)
+                    self._open = stack.pop_all()
             return self._marked
 
 
@@ -153,8 +155,9 @@ class _Answer:
         elif more:
             return
         else:
-            said = json.loads(self._held)
-            out = _json(chat_answer(said) if self._chat else said)
+            out = self._held
+            if self._chat and (said := json.loads(out)):  # null for a client that has left
+                out = _json(chat_answer(said))
         if self.refused or (more and not out):
             return
         if self._start is not None:
@@ -211,11 +214,11 @@ def _sent(
 
 
 def _noting(send: Send, note: str) -> Send:
-    """The same, with a header that says what became of the handles."""
+    """The same, with a header of answers that says what became of the handles."""
     said = (HEADER, note.encode("ascii", "replace")[:200])
 
     async def noting(message: ASGIMessage) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] == "http.response.start" and message["status"] == 200:
             message = {**message, "headers": [*message["headers"], said]}
         await send(message)
 

@@ -27,6 +27,7 @@ class Server:
     served: Any
     state: Any
     fails: bool = False
+    status: int = 200
     requests: list[tuple[str, Any]] = field(default_factory=list)
 
     async def __call__(self, scope, receive, send) -> None:
@@ -59,7 +60,7 @@ class Server:
 
     def answer(self, path: str, body: Any) -> tuple[int, bytes]:
         if path != "/v1/completions" or not isinstance(body, dict):
-            return 200, json.dumps({"as_it_came": True}).encode()
+            return self.status, json.dumps({"as_it_came": True}).encode()
         stream = body.get("stream")
         try:
             pieces = self.pieces(body)
@@ -192,6 +193,29 @@ async def test_what_cannot_be_loaded_goes_on_as_it_came_once(place, served, stre
     assert (first, second) == ("/v1/completions", "/v1/chat/completions")
     assert served.chunks[1].text in words["messages"][1]["content"]
     assert "⟦k" not in str(words)
+
+
+async def test_errors_say_nothing_of_handles(place, served):
+    place.server.fails, place.server.status = True, 401
+    response = await place.ask(chat(served, max_tokens=5))
+    assert (response.status_code, response.json()) == (401, {"as_it_came": True})
+    assert "x-coinrag" not in response.headers
+
+
+async def test_a_client_that_leaves_while_it_asks_is_left(place, served):
+    sent = [{"type": "http.request", "body": passage(served).encode(), "more_body": True}]
+    sent.append({"type": "http.disconnect"})
+    seen = []
+
+    async def receive() -> dict[str, Any]:
+        return sent.pop(0)
+
+    async def inner(scope, receive, send) -> None:
+        seen.extend([await receive(), await receive()])
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    await CoinRAGMiddleware(inner)(scope, receive, None)
+    assert [it["type"] for it in seen] == ["http.request", "http.disconnect"]
 
 
 async def test_what_has_no_handles_passes_untouched(place, served):

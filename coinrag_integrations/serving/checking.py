@@ -13,7 +13,7 @@ from coinrag_integrations.engine.handles import Handles
 from coinrag_integrations.errors import ConfigError
 from coinrag_integrations.serving.request import PrefixRequest
 from coinrag_integrations.serving.salt import is_ours, salt_of
-from coinrag_integrations.types import Chunk, Scope, SpanRef
+from coinrag_integrations.types import Chunk, ChunkId, Scope, SpanRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,16 @@ class Injection:
 class Texts:
     """The texts of one scope: who may name its spans, and which heads are prepared.
 
-    `forms` are the digests of what is stored of them, by ratio.
+    `forms` are the digests of what is stored of them, by ratio, `tokenizer` is that of the tokenizer that
+    they were cut with, and `chunk` gives one of them.
     """
 
     scope: Scope
     forms: Mapping[int, str]
     handles: Handles
     has_head: Callable[[Sequence[int]], bool]
+    tokenizer: str
+    chunk: Callable[[ChunkId], Chunk]
 
 
 def check(request: Incoming, scopes: Mapping[Scope, Texts]) -> Injection | None:

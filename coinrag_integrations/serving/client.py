@@ -26,7 +26,7 @@ from coinrag_integrations.engine import (
 from coinrag_integrations.engine.chat import Prepared, chat_pieces, text_pieces
 from coinrag_integrations.engine.generation import FinishReason
 from coinrag_integrations.engine.handles import Reason, without_handles
-from coinrag_integrations.engine.plan import Piece
+from coinrag_integrations.engine.plan import Piece, begin_alike
 from coinrag_integrations.engine.prompt import Prompt
 from coinrag_integrations.engine.text import TrimmedText
 from coinrag_integrations.errors import ServingError
@@ -85,12 +85,21 @@ class ServedModel:
         question: str,
         context: Sequence[SpanRef | str],
         generation: GenerationConfig | None = None,
+        *,
+        earlier: Sequence[SpanRef] = (),
     ) -> ServedStream:
         """Answer from spans, best first, and from texts, a piece of text at a time.
+
+        `earlier` are the spans of a conversation's last turn (`stream.answer.spans`): those that come
+        again come first, so that the server has their blocks already.
 
         Raises:
             ServingError: the server cannot be reached (also while pieces come).
         """
+        if earlier:
+            n = next((i for i, it in enumerate(context) if isinstance(it, str)), len(context))
+            first = [it for it in context[:n] if isinstance(it, SpanRef)]
+            context = [*begin_alike(first, earlier), *context[n:]]
         return self.stream_pieces(self._prompt.around(question, context), generation)
 
     def stream_pieces(

@@ -12,7 +12,7 @@ to wait for a prefix that then fails to come.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from coinrag_integrations.errors import ConfigError
+from coinrag_integrations.serving.blocks import block_names
 from coinrag_integrations.serving.checking import Incoming, Injection, Texts, check
 from coinrag_integrations.serving.config import ServingConfig
 from coinrag_integrations.serving.loading import Loader, open_texts
@@ -35,11 +38,13 @@ from coinrag_integrations.serving.loads import Landed, Loads, Order
 from coinrag_integrations.serving.metrics import CoinRAGMetrics, CoinRAGStats
 from coinrag_integrations.serving.paged import Share, check_layout, heads_of
 from coinrag_integrations.serving.prepared import Prepared
+from coinrag_integrations.serving.salt import MARK, salt_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -104,7 +109,10 @@ class CoinRAGConnector(KVConnectorBase_V1):
         if not isinstance(request.kv_transfer_params, dict | None):
             self._verdicts[request.request_id] = "kv_transfer_params is no object"
             request.kv_transfer_params = {}  # the scheduler calls methods of it
-        if isinstance(self._verdict(request), str):
+        verdict = self._verdict(request)
+        if isinstance(verdict, Injection):
+            verdict = self._verdicts[request.request_id] = self._name_blocks(request, verdict)
+        if isinstance(verdict, str):
             request.skip_reading_prefix_cache = False  # else it would not be asked, and answered
 
     def get_num_new_matched_tokens(
@@ -154,6 +162,29 @@ class CoinRAGConnector(KVConnectorBase_V1):
         if request.request_id not in self._verdicts:
             self._verdicts[request.request_id] = self._judge(request)
         return self._verdicts[request.request_id]
+
+    def _name_blocks(self, request: Request, found: Injection) -> Verdict:
+        """Have blocks shared with other prefixes that begin alike, and with nothing else."""
+        try:
+            texts = self._texts[found.scope]
+            beginning = salt_of(
+                key=texts.handles.key,
+                forms=texts.forms,
+                scope=found.scope,
+                head=found.head,
+                refs=(),
+            )
+            cache = self._vllm_config.cache_config
+            names = block_names(found, beginning, cache.block_size)
+            if names is not None:  # else they are shared with the same prefix, by its salt
+                hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+                request._block_hasher = _hasher(names, hash_function, cache.block_size)
+                request.block_hashes.clear()
+                request.update_block_hashes()
+        except Exception as error:
+            logger.exception("request %s cannot be cached", request.request_id)
+            return str(error) or type(error).__name__
+        return found
 
     def _judge(self, request: Request) -> Verdict:
         try:
@@ -252,6 +283,25 @@ class CoinRAGConnector(KVConnectorBase_V1):
             self._loads = None
         while self._closing:
             self._closing.pop()()
+
+
+def _hasher(
+    names: Sequence[str], hash_function: Callable[[Any], bytes], size: int
+) -> Callable[[Request], list[BlockHash]]:
+    """Makes the hashes of a request's full blocks as vLLM does, with names in all of them and no salt."""
+
+    def hash_blocks(request: Request) -> list[BlockHash]:
+        made: list[BlockHash] = []
+        known = len(request.block_hashes)
+        parent = request.block_hashes[-1] if known else None
+        for block in range(known, request.num_tokens // size):
+            tokens = request.all_token_ids[block * size : (block + 1) * size]
+            named = ((MARK, names[block]),) if block < len(names) else None
+            parent = hash_block_tokens(hash_function, parent, tokens, named)
+            made.append(parent)
+        return made
+
+    return hash_blocks
 
 
 def _check_server(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

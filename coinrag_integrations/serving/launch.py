@@ -20,6 +20,7 @@ from coinrag_integrations.errors import ServingError
 
 CONNECTOR = "CoinRAGConnector"
 MODULE = "coinrag_integrations.serving.connector"
+MIDDLEWARE = "coinrag_integrations.serving.middleware.CoinRAGMiddleware"
 
 
 def transfer_config(store: str | Path, **options: Any) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def server_command(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
         *("--kv-transfer-config", json.dumps(transfer_config(store, **options))),
+        *("--middleware", MIDDLEWARE),
         "--enable-prompt-tokens-details",
         *arguments,
     ]

@@ -127,7 +127,14 @@ def open_texts(config: ServingConfig, scope: Scope) -> tuple[Texts, Callable[[],
     forms = {ratio: it.digest for ratio, it in prepared.forms.items()}
     owners = {ratio: owner_of(scope, digest) for ratio, digest in forms.items()}
     handles = Handles(key=catalog.secret(), owners=owners, find=catalog.find)
-    texts = Texts(scope=scope, forms=forms, handles=handles, has_head=prepared.has_head)
+    texts = Texts(
+        scope=scope,
+        forms=forms,
+        handles=handles,
+        has_head=prepared.has_head,
+        tokenizer=prepared.fingerprint.tokenizer,
+        chunk=catalog.chunk,
+    )
 
     def close() -> None:
         catalog.close()

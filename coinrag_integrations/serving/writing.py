@@ -10,7 +10,7 @@ from coinrag_integrations.engine import Engine
 from coinrag_integrations.engine.handles import Handles
 from coinrag_integrations.engine.plan import Piece, Text, head_of, without
 from coinrag_integrations.errors import ConfigError
-from coinrag_integrations.serving.checking import entry_tokens
+from coinrag_integrations.serving.checking import Texts, entry_tokens
 from coinrag_integrations.serving.prepared import MAX_HEADS, Heads
 from coinrag_integrations.serving.request import MAX_HANDLES, PrefixRequest
 from coinrag_integrations.serving.salt import salt_of
@@ -62,6 +62,17 @@ class PrefixWriter:
             handles=engine.handles,
             has_head=Heads(engine, max_heads),
             chunk=engine.catalog.chunk,
+        )
+
+    @classmethod
+    def over(cls, texts: Texts) -> Self:
+        """The writer of a scope whose model is not here: behind prepared heads, and no others."""
+        return cls(
+            scope=texts.scope,
+            forms=texts.forms,
+            handles=texts.handles,
+            has_head=lambda ids: not ids or texts.has_head(ids),
+            chunk=texts.chunk,
         )
 
     def write(self, pieces: Sequence[Piece]) -> Written:

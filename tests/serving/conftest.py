@@ -22,6 +22,11 @@ QUESTION = "Who built the organ?"
 SENTENCES = "The tidal organ of Marenqué was built by Bastien Roule in 1923. " * 20
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """vLLM's engine in this process comes first: it cannot look into modules of Numba that are in use."""
+    items.sort(key=lambda item: item.path.name != "test_offline.py")
+
+
 @dataclass(frozen=True)
 class Served:
     """A filled store of the tiny model, with both sides of serving open over it."""

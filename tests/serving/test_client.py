@@ -110,6 +110,22 @@ def test_what_cannot_be_loaded_is_computed_as_text(served, failure, caplog):
     assert stream.answer.usage.cached == 0
 
 
+def test_spans_of_the_turn_before_come_first(served):
+    a, b, c, d = (chunk.ref() for chunk in served.chunks[:4])
+    part = served.chunks[1].ref(Span(0, 9))
+    for context, earlier, order in (
+        ([d, b, a], (a, b, c), (a, b, d)),
+        ([d, b, a], (), (d, b, a)),
+        ([d, part, a], (a, b, c), (a, d, part)),
+        ([d, a, "words", b], (a, b, c), (a, d)),
+    ):
+        model, _ = asked(served, ANSWER)
+        stream = model.stream(QUESTION, context, earlier=earlier)
+        assert stream.body_of_prefix()["kv_transfer_params"]["handles"] == [
+            served.engine.handles.name(ref) for ref in order
+        ]
+
+
 def test_the_text_of_slots_is_all_of_their_tokens(slotted):
     served, chunk = slotted, slotted.chunks[0]
     model, server = asked(served, 500, ANSWER)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ def server(served, layers=None, **changes):
         model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=changes.pop("speculative_config", None),
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(block_size=BLOCK, prefix_caching_hash_algo="sha256"),
         compilation_config=SimpleNamespace(static_forward_context=names),
     )
 
@@ -57,9 +58,12 @@ def caches(n_groups: int = 1, window: int | None = None):
 @pytest.fixture
 def scheduler(served):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import init_none_hash
 
     from coinrag_integrations.serving.connector import CoinRAGConnector
 
+    init_none_hash(get_hash_fn_by_name("sha256"))  # as an engine does when it starts
     made = CoinRAGConnector(server(served), KVConnectorRole.SCHEDULER, caches())
     yield made
     made.shutdown()
@@ -90,6 +94,8 @@ def request(served, name: str = "a", **changes):
     refs = (served.chunks[0].ref(Span(3, 9)), served.chunks[1].ref())
     written = served.written(*refs)
     values = {
+        "block_hashes": [],
+        "update_block_hashes": lambda: None,
         "request_id": name,
         "kv_transfer_params": written.params,
         "prompt_token_ids": list(written.prompt),
@@ -147,6 +153,42 @@ def test_a_prefix_goes_from_a_request_into_its_blocks(served, scheduler, worker,
     scheduler.update_state_after_alloc(it, blocks(*ids), 0)  # asked again, once it runs
     assert scheduler.build_connector_meta(None).orders == []
     assert scheduler.request_finished(it, list(ids)) == (False, {"coinrag": {"n_entries": n}})
+
+
+def hashed(request, scheduler):
+    """The hashes of a request's blocks after the connector has seen it, and after three more tokens."""
+    found = []
+    request.all_token_ids = [*request.prompt_token_ids]
+    request.update_block_hashes = lambda: request.block_hashes.extend(
+        request._block_hasher(request)
+    )
+    scheduler.on_new_request(request)
+    for token in (None, 1, 2, 3):
+        if token is not None:
+            request.all_token_ids.append(token)
+            request.num_tokens += 1
+            request.update_block_hashes()
+        found.append(list(request.block_hashes))
+    return found
+
+
+def test_blocks_are_named_also_those_that_an_answer_fills(served, scheduler):
+    refs = (served.chunks[0].ref(Span(3, 9)), served.chunks[1].ref())
+    cut = (refs[0], served.chunks[1].ref(Span(0, 20)))
+    made = {}
+    for name, spans in (("whole", refs), ("again", refs), ("cut", cut)):
+        written = served.written(*spans)
+        changes = {"kv_transfer_params": written.params, "cache_salt": written.salt}
+        prompt = list(written.prompt[: written.n_entries + 1])
+        it = request(served, name, **changes, prompt_token_ids=prompt, num_tokens=len(prompt))
+        made[name] = hashed(it, scheduler)
+    first, last = made["whole"][0], made["whole"][-1]
+    assert len(last) == (served.written(*refs).n_entries + 4) // BLOCK
+    assert made["again"] == made["whole"]
+    assert last[: len(first)] == first
+    n_same = (served.written(*cut).n_entries) // BLOCK
+    assert made["cut"][0][:n_same] == first[:n_same]
+    assert not set(made["cut"][-1][n_same:]) & set(last)
 
 
 def test_plain_requests_are_left_alone(served, scheduler):
@@ -252,7 +294,7 @@ def test_a_server_for_a_scope_that_was_not_prepared_does_not_start(served):
 
 
 def test_counters_add_up(served):
-    from prometheus_client import Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
     from coinrag_integrations.serving.connector import CoinRAGConnector
     from coinrag_integrations.serving.loads import Landed
@@ -270,7 +312,8 @@ def test_counters_add_up(served):
         "load_seconds": 0.5,
         "write_seconds": 0,
     }
-    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    registry = CollectorRegistry()  # an engine in this process has registered its own
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     metrics = CoinRAGConnector.build_prom_metrics(server(served), kinds, ["engine"], {0: ["0"]})
     for _ in range(2):
         metrics.observe(both.to_dict())

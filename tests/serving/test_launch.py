@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 
-from coinrag_integrations.engine import EngineConfig, load_model
+from coinrag_integrations.engine import EngineConfig, load_model, mark
 from coinrag_integrations.errors import ServingError
 from coinrag_integrations.rag import CoinRAG
 from coinrag_integrations.serving import launch
@@ -53,6 +54,8 @@ def test_the_command_of_a_server(tmp_path):
     command = launch.server_command("model", tmp_path, 8000, ["--dtype", "float32"], scopes=["a.b"])
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_role"] == "kv_consumer"
+    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
+    assert isinstance(getattr(import_module(module), name), type)
     assert config["kv_connector_extra_config"] == {"store": str(tmp_path), "scopes": ["a.b"]}
     assert ServingConfig.parse(config["kv_connector_extra_config"]).scopes == (
         Scope(tenant="a", collection="b"),
@@ -73,6 +76,26 @@ def test_a_store_is_prepared_by_a_command(tmp_path, capsys, monkeypatch):
     assert Prepared.open(store, Scope()).layout.dtype is torch.float32
     saved = load_model(tmp_path / "saved", dtype="float32")
     assert saved.weights == load_model(model, dtype="float32").weights
+
+
+def test_a_request_of_a_stock_client_is_prepared_by_it(tmp_path, capsys, monkeypatch):
+    store, model = tmp_path / "store", save_tiny(tmp_path / "model")
+    options = {"embedder": HashEmbedder(), "dtype": "float32", "config": EngineConfig()}
+    with CoinRAG.open(store, model=model, **options) as rag:
+        rag.add([Document(document_id="organ", text=TEXT)])
+        (chunk, *_), tokenizer = rag.engine.catalog.chunks(), rag.engine.model.tokenizer
+        words = mark(rag.engine.handles.handle(chunk.ref()), chunk.text)
+    open_ = CoinRAG.open
+    monkeypatch.setattr(CoinRAG, "open", lambda *a, **o: open_(*a, embedder=HashEmbedder(), **o))
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"prompt": f"Read: {words} So"}))
+    assert main([str(store), "--request", str(request)]) == 0
+    head = (tokenizer.hf.bos_token_id, *tokenizer.encode("Read: ").ids)
+    assert Prepared.open(store, Scope()).has_head(head)
+    for content, said in (("{", "cannot be read"), ("[]", "no request"), ("{}", "no text")):
+        request.write_text(content)
+        assert main([str(store), "--request", str(request)]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_where_there_is_no_store_the_command_says_so(tmp_path, capsys):

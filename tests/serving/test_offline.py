@@ -15,6 +15,7 @@ import pytest
 from coinrag_integrations.demo.data import demo_documents, demo_questions
 from coinrag_integrations.demo.model import ensure_demo_model
 from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, Text, load_model
+from coinrag_integrations.engine.plan import begin_alike
 from coinrag_integrations.serving.launch import transfer_config
 from coinrag_integrations.serving.writing import PrefixWriter, Written
 from coinrag_integrations.types import Chunk, Scope, Span, SpanRef
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 N_TOKENS = 10
+BLOCK = 128  # tokens, vLLM's own on a CPU
 
 
 @dataclass
@@ -84,6 +86,7 @@ def llm(store, sides):
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=16,
+        disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**transfer_config(store)),
     )
 
@@ -162,6 +165,72 @@ def test_what_is_cached_under_a_salt_is_used_again(llm, sides, expected):
     ask(llm, written, stop_ids(sides))
     outputs = ask(llm, written, stop_ids(sides))
     assert [text_of(it) for it in outputs] == [text for _, text in expected]
+
+
+def loaded(llm) -> int:
+    """Rows that were read from the store and written into blocks, so far."""
+    (rows,) = (it.value for it in llm.get_metrics() if it.name == "vllm:coinrag_rows")
+    return rows
+
+
+def test_the_next_turn_finds_the_blocks_of_spans_that_come_again(llm, sides):
+    side, (first, second) = sides["one"], [it.question for it in demo_questions()][2:4]
+    a, b, c, d = (it.ref() for it in side.chunks[:4])
+    turns = [
+        side.pieces(first, a, b, c),
+        side.pieces(second, *begin_alike([d, b, a], [a, b, c])),  # another span instead of c
+        side.pieces(second, *begin_alike([d, b, a], [a, b, c])),  # the same once more
+        side.pieces(second, b, a, d),  # in another order, all of it stands elsewhere
+    ]
+    shared = []
+    for pieces in turns:
+        written, before = side.writer.write(pieces), loaded(llm)
+        (output,) = ask(llm, [written], stop_ids(sides))
+        assert text_of(output) == side.own(pieces)
+        assert output.num_cached_tokens == written.n_entries
+        shared.append(written.n_entries - (loaded(llm) - before))
+    assert shared == [0, BLOCK, BLOCK, 0]
+
+
+def test_a_conversation_that_goes_on_finds_all_of_its_blocks(llm, sides):
+    side, (first, second) = sides["one"], [it.question for it in demo_questions()][2:4]
+    refs = [it.ref() for it in side.chunks[:4]]
+    turn = side.pieces(first, *refs)
+    (answer,) = ask(llm, [side.writer.write(turn)], stop_ids(sides))
+    said = (*turn[-1].ids, *answer.outputs[0].token_ids, *side.engine.prompt.tail(second))
+    later, before = side.writer.write([*turn[:-1], Text(said)]), loaded(llm)
+    (output,) = ask(llm, [later], stop_ids(sides))
+    assert text_of(output) == side.own([*turn[:-1], Text(said)])
+    assert loaded(llm) - before == later.n_entries % BLOCK
+    assert later.n_entries > 2 * BLOCK
+
+
+def test_spans_of_equal_tokens_share_nothing(llm, sides, store):
+    """Their KV differs, as each has been read behind its own chunk's beginning."""
+    side = sides["one"]
+    same = " ".join(["The organ of the pier plays at noon, and at no other time of the day."] * 12)
+    chunks = [
+        next(it for it in fill(side.engine, f"{before} {same}", before))
+        for before in ("Under the sea,", "In the long winter of the year of the flood,")
+    ]
+    refs, tokens = [], None
+    for chunk in chunks:
+        ids = side.engine.model.tokenizer.encode(" The organ of the pier plays at noon").ids
+        at = next(i for i in range(len(chunk)) if chunk.token_ids[i : i + len(ids)] == ids)
+        refs.append(chunk.ref(Span(at, at + 40)))
+        tokens = tokens or chunk.token_ids[at : at + 40]
+        assert chunk.token_ids[at : at + 40] == tokens
+    whole = side.chunks[0].ref()
+    pairs = [side.pieces("When?", whole, ref, ref) for ref in refs]
+    written = [side.writer.write([*it[:2], it[2], side.chunks[1].ref(), it[-1]]) for it in pairs]
+    assert written[0].prompt == written[1].prompt
+    expected = [side.own([*it[:3], side.chunks[1].ref(), it[-1]]) for it in pairs]
+    counts = [loaded(llm)]
+    for it, own in zip(written, expected, strict=True):
+        (output,) = ask(llm, [it], stop_ids(sides))
+        assert text_of(output) == own
+        counts.append(loaded(llm))
+    assert counts[2] - counts[1] == counts[1] - counts[0] == written[0].n_entries
 
 
 def test_plain_text_of_the_same_tokens_shares_nothing(llm, sides, expected):

@@ -5,6 +5,8 @@ Needs vLLM, which has an environment of its own: `make serving`. The model is ra
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -17,11 +19,22 @@ import httpx
 import pytest
 import transformers
 
-from coinrag_integrations.engine import Engine, EngineConfig, GenerationConfig, Text, load_model
+from coinrag_integrations.engine import (
+    Engine,
+    EngineConfig,
+    GenerationConfig,
+    Message,
+    Text,
+    load_model,
+    mark,
+)
+from coinrag_integrations.engine.handles import strip_handles
 from coinrag_integrations.engine.plan import arrange
+from coinrag_integrations.engine.tool_calls import map_strings
 from coinrag_integrations.errors import ServingError
-from coinrag_integrations.serving import ServedModel
+from coinrag_integrations.serving import ServedModel, prepare
 from coinrag_integrations.serving.launch import free_port, running, server_command
+from coinrag_integrations.serving.marked import head_of_request
 from coinrag_integrations.types import Chunk, Scope, Span, SpanRef
 from tests.tiny import fill, save_tiny
 
@@ -31,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 SENTENCES = "The tidal organ of Marenqué was built by Bastien Roule in 1923. " * 60
 SHORT = GenerationConfig(max_new_tokens=6)
-N_REQUESTS = 1000
+N_REQUESTS = int(os.environ.get("SERVING_REQUESTS", "1000"))
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -173,7 +186,7 @@ def body(place, tenant: str, seed: int) -> dict:
         {"cache_salt": "a/b"},
         {"cache_salt": 7},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:50],
 )
 def test_bad_requests_leave_the_server_up(place, served, address, change):
     sent = {**body(place, "one", 3), **change}
@@ -278,16 +291,105 @@ def test_leaving_early_leaves_the_server_up(place, served):
     assert ask(place, served, "one", 1) == (place.own("one", 1), "")
 
 
+def marked_chat(place, tenant: str, first: int = 2, **fields) -> dict:
+    """A conversation as a stock client holds it, whose beginning has been prepared."""
+    engine = place.engines[tenant]
+    passages = [
+        mark(engine.handles.handle(it.ref()), it.text)
+        for it in place.chunks[tenant][first : first + 3]
+    ]
+    user = f"Read:\n{''.join(passages)}\nWho built the organ?"
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": user}]
+    body = {"model": str(place.model), "messages": messages}
+    prepare(engine, [head_of_request(engine.model.tokenizer, engine.handles, body)])
+    return {**body, "temperature": 0, "max_tokens": 6, **fields}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stock_clients_send_passages_with_handles(place, address, stream):
+    body = marked_chat(place, "one", stream=stream)
+    messages = [Message(**it) for it in body["messages"]]
+    own = "".join(place.engines["one"].chat(messages, SHORT))
+    before = counted(address)
+    response = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+    assert response.headers["x-coinrag"].startswith("composed: ")
+    if stream:
+        lines = [it.removeprefix("data: ") for it in response.text.splitlines() if it]
+        assert lines[-1] == "[DONE]"
+        choices = [json.loads(it)["choices"][0] for it in lines[:-1]]
+        said, last = "".join(it["delta"]["content"] for it in choices), choices[-1]
+    else:
+        (last,) = response.json()["choices"]
+        said = last["message"]["content"]
+    assert said.strip() == own
+    assert last["finish_reason"] in ("stop", "length")
+    if not stream:  # the stream finds its blocks in the server's own cache
+        assert counted(address)["prefixes"] == before["prefixes"] + 1
+
+
+def test_the_openai_package_knows_nothing_of_it(place, address):
+    from openai import OpenAI  # vLLM brings it
+
+    body = marked_chat(place, "two", 5)
+    own = "".join(place.engines["two"].chat([Message(**it) for it in body["messages"]], SHORT))
+    with OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
+        before = counted(address)
+        answer = client.chat.completions.create(**body)
+        assert answer.choices[0].message.content.strip() == own
+        assert counted(address)["prefixes"] == before["prefixes"] + 1
+        chunks = list(client.chat.completions.create(**body, stream=True))
+    said = "".join(it.choices[0].delta.content or "" for it in chunks if it.choices)
+    assert said.strip() == own
+
+
+def test_passages_that_cannot_be_loaded_are_words_for_stock_clients(place, address):
+    body = marked_chat(place, "two")
+    url = f"{address}/v1/chat/completions"
+    path = place.engines["two"].store.path(place.chunks["two"][3].chunk_id)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    response = httpx.post(url, json=body, timeout=60)
+    assert response.headers["x-coinrag"] == "text: status 500"
+    words = {**body, "messages": map_strings(body["messages"], strip_handles)}
+    plain = httpx.post(url, json=words, timeout=60)
+    assert "x-coinrag" not in plain.headers
+    assert response.json()["choices"] == plain.json()["choices"]
+    path.write_bytes(content)
+    again = httpx.post(url, json=body, timeout=60)
+    assert again.headers["x-coinrag"].startswith("composed: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"messages": None}, {"temperature": "hot"}, {"model": "another"}, {"max_tokens": -1}],
+    ids=str,
+)
+def test_bad_requests_with_handles_get_the_servers_own_answer(place, address, change):
+    body = {**marked_chat(place, "one"), **change}
+    if "messages" not in change:
+        assert "⟦k" in str(body)
+    response = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code in (400, 404)
+    assert httpx.get(f"{address}/health", timeout=60).status_code == 200
+
+
+def counted(address: str) -> dict[str, float]:
+    """Our own metrics."""
+    lines = httpx.get(f"{address}/metrics", timeout=60).text.splitlines()
+    ours = [line for line in lines if line.startswith("vllm:coinrag_")]
+    return {
+        line.split("{")[0].removeprefix("vllm:coinrag_").removesuffix("_total"): float(
+            line.rsplit(" ", 1)[1]
+        )
+        for line in ours
+    }
+
+
 def test_metrics_are_in_the_servers_own(place, served, address):
     ask(place, served, "one", 600)
-    lines = httpx.get(f"{address}/metrics").text.splitlines()
-    values = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("vllm:coinrag_")
-    }
-    assert values["vllm:coinrag_prefixes_total"] > 0
-    assert values["vllm:coinrag_failed_total"] > 0
-    assert values["vllm:coinrag_rows_total"] > values["vllm:coinrag_prefixes_total"]
+    values = counted(address)
+    assert values["prefixes"] > 0
+    assert values["failed"] > 0
+    assert values["rows"] > values["prefixes"]
     for name in ("bytes_read", "load_seconds", "write_seconds"):
-        assert values[f"vllm:coinrag_{name}_total"] > 0
+        assert values[name] > 0

@@ -192,7 +192,7 @@ def c2kv(
         typer.Option("--copies", help="Copy the projections whole, as the paper, for no --rank."),
     ] = False,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Default: 2e-3, of --copies 5e-5.")
+        float | None, typer.Option(min=0, help="Default: 1e-3, of --copies 5e-5.")
     ] = None,
     at_once: AtOnce = 4,
     seed: int = 0,

@@ -26,10 +26,11 @@ class ReaderConfig:
     "full": all weights, those that encode too, so that chunks are encoded anew in every step;
     `through_cache` lets gradients flow through what was encoded. "links": the embeddings of `n_links`
     tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
-    model and a reader that stay as they are: slots begin as `init` says; a sample has a random number of
-    chunks, and one of `ratios`. What changes is of `rank`, or with `copies` whole projections, as in the
-    paper. Beside the answer's likelihood it is taught what the reader says behind the same chunks
-    uncompressed, with weight `kl` at the answer, and `kl_question` at the question; and to have a chunk
+    model and a reader that stay as they are: slots begin as `init` says, and see `overlap` tokens before
+    their blocks; a sample has a random number of chunks, and one of `ratios`. What changes is of `rank`,
+    or with `copies` whole projections, as in the paper. Beside the answer's likelihood it is taught what
+    the reader says behind the same chunks uncompressed, with weight `kl` at the answer, and
+    `kl_question` at the question; and to have a chunk
     said again behind its slots, with weight `reconstruction`.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
@@ -120,7 +121,7 @@ class ReaderConfig:
             rank=32,
             alpha=64,
             copies=copies,
-            learning_rate=5e-5 if copies else 2e-3,
+            learning_rate=5e-5 if copies else 1e-3,
             n_examples=n_examples,
         )
 
@@ -134,12 +135,11 @@ class ReaderConfig:
             raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
         if self.kind == "c2kv" and (self.context != "chunks" or not self.ratios):
             raise ConfigError("slots stand for whole chunks: use context='chunks', and some ratios")
-        weights = min(self.kl, self.kl_question, self.reconstruction)
-        if any(ratio < 1 for ratio in self.ratios) or weights < 0:
-            raise ConfigError(
-                f"ratios {self.ratios} must be at least 1, kl={self.kl}, "
-                f"kl_question={self.kl_question} and reconstruction={self.reconstruction} at least 0"
-            )
+        names = ["kl", "kl_question", "reconstruction", "overlap"]
+        if wrong := [f"{it}={getattr(self, it)}" for it in names if getattr(self, it) < 0]:
+            raise ConfigError(f"{', '.join(wrong)} must be at least 0")
+        if any(ratio < 1 for ratio in self.ratios):
+            raise ConfigError(f"ratios {self.ratios} must be at least 1")
         if (self.copies or self.reconstruction) and self.kind != "c2kv":
             raise ConfigError("copies and reconstruction are of slots: use kind='c2kv'")
         if self.through_cache and (self.kind != "full" or self.context == "text"):

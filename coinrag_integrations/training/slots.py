@@ -87,6 +87,7 @@ class SlotLearner:
             change = _Copied(linear) if config.copies else _Changed(linear, config.rank, scale)
             setattr(self.projecting.get_submodule(parent), child, change)
             self.changes[name] = change
+        self.start: str | None = None
         self.shared = nn.Parameter(first_embedding(model, config.init))
         weights = (weight for it in self.changes.values() for weight in it.parameters())
         self.weights = [self.shared, *(weight for weight in weights if weight.requires_grad)]
@@ -114,6 +115,7 @@ class SlotLearner:
                 "the extractor to start from has another init, another rank, or copies where this one "
                 "has none: train as it was trained, or start without it"
             )
+        self.start = extractor.digest
         with torch.no_grad():
             self.shared.copy_(extractor.shared)
             for name, weight in own.items():
@@ -175,7 +177,9 @@ class SlotLearner:
             overlap=self.config.overlap,
             digest="",
         )
-        save_extractor(folder, extractor, {"adapter": self.reader.adapter, **noted})
+        save_extractor(
+            folder, extractor, {"adapter": self.reader.adapter, "start": self.start, **noted}
+        )
 
     def composed(self, slots: Slots) -> torch.Tensor:
         """Head and slots as they are served, in the graph: [L, 2, 1, H, N, D]."""

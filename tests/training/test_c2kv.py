@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -180,7 +181,7 @@ def test_slots_need_whole_chunks_and_ratios():
     for wrong in ({"context": "spans"}, {"ratios": ()}, {"ratios": (0,)}):
         with pytest.raises(ConfigError):
             replace(SLOTS, **wrong)
-    for name in ("kl", "kl_question", "reconstruction"):
+    for name in ("kl", "kl_question", "reconstruction", "overlap"):
         with pytest.raises(ConfigError, match=f"{name}=-1.0"):
             replace(SLOTS, **{name: -1.0})
     with pytest.raises(ConfigError, match="init is 'first'"):
@@ -225,6 +226,7 @@ def test_a_training_starts_where_another_one_ended(
     done = Extractor.load(tmp_path / "a", model)
     other = replace(config, alpha=4 * config.alpha, n_examples=8)
     second = train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "b", other, start=done)
+    assert json.loads((tmp_path / "b" / CONFIG_FILE).read_text())["start"] == done.digest
     assert second.held_out[0] == pytest.approx(first.held_out[first.best_step], abs=1e-4)
 
 

@@ -103,4 +103,4 @@ def test_copies_are_of_slots_and_have_a_rate_of_their_own():
         ReaderConfig(copies=True)
     whole, low = ReaderConfig.slot_recipe(copies=True), ReaderConfig.slot_recipe()
     assert (whole.copies, whole.learning_rate) == (True, 5e-5)
-    assert (low.copies, low.learning_rate) == (False, 2e-3)
+    assert (low.copies, low.learning_rate) == (False, 1e-3)

@@ -95,22 +95,18 @@ def draw(report: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4))
-    for lines, (name, by_length) in enumerate(report.items()):
+    for name, by_length in report.items():
         lengths = list(by_length)
-        p50 = [row["ms"][0] for row in by_length.values()]
-        axes.plot(lengths, p50, marker="o", lw=1.5)
-        above = 4 if lines % 2 == 0 else -4  # ends that lie close are told apart
-        place = {"textcoords": "offset points", "xytext": (6, above)}
-        axes.annotate(name, (lengths[-1], p50[-1]), va="bottom" if above > 0 else "top", **place)
+        axes.plot(lengths, [row["ms"][0] for row in by_length.values()], marker="o", label=name)
+    axes.legend(frameon=False)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
-    axes.set_xlim(right=lengths[-1] * 1.5)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of context")
     axes.set_ylabel("decode time a token, median ms")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

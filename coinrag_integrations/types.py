@@ -181,9 +181,14 @@ class Chunk:
             )
         return SpanRef(self.chunk_id, span.start, span.stop)
 
+    def characters_of(self, span: Span) -> tuple[int, int]:
+        """The range of `text` that the tokens of `span` cover, without surrounding gaps."""
+        return self.offsets[span.start][0], self.offsets[span.stop - 1][1]
+
     def text_of(self, span: Span) -> str:
-        """The characters that the tokens of `span` cover, without surrounding gaps."""
-        return self.text[self.offsets[span.start][0] : self.offsets[span.stop - 1][1]]
+        """The characters that the tokens of `span` cover."""
+        begin, end = self.characters_of(span)
+        return self.text[begin:end]
 
     def span_of(self, char_start: int, char_stop: int) -> Span:
         """The tokens that touch the characters `[char_start, char_stop)`, widened to whole tokens.

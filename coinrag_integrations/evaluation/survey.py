@@ -133,7 +133,7 @@ def _nuggets(chunk: Chunk) -> list[ScoredSpan]:
 
 
 def _scored(chunk: Chunk, span: Span) -> ScoredSpan:
-    begin, end = chunk.offsets[span.start][0], chunk.offsets[span.stop - 1][1]
+    begin, end = chunk.characters_of(span)
     return ScoredSpan(
         ref=chunk.ref(span),
         text=chunk.text_of(span),

@@ -70,7 +70,7 @@ def _runs(blocks: Sequence[int]) -> Iterator[range]:
 def _span(chunk: Chunk, run: range, ratio: int, like: ScoredSpan, score: float) -> ScoredSpan:
     """Slots of a run of blocks, with the words that they stand for."""
     span = Span(run.start * ratio, min(run.stop * ratio, len(chunk)))
-    begin, end = chunk.offsets[span.start][0], chunk.offsets[span.stop - 1][1]
+    begin, end = chunk.characters_of(span)
     return replace(
         like,
         ref=replace(chunk.ref(span), ratio=ratio),

@@ -154,6 +154,11 @@ class ReaderConfig:
             raise ConfigError("noise, shuffle and warmup are shares between 0 and 1")
 
     @property
+    def scale(self) -> float:
+        """What low-rank changes are multiplied by."""
+        return self.alpha / self.rank
+
+    @property
     def n_steps(self) -> int:
         """Steps of the optimiser."""
         return self.n_examples // self.batch

@@ -71,10 +71,10 @@ def train_reader(
     `data` says where the examples came from, for the model card; `reader` is the model with an adapter
     merged in, for link tokens that are to stand beside one and slots that it is to read. In `cache`, a
     folder, entries are kept that slots are made of: a second pass and another training need not encode.
-    `start` is an extractor to begin with.
+    `start` is an extractor to begin with, the same one when an interrupted training goes on.
 
     Raises:
-        ConfigError: too few examples, or the folder was begun with another config.
+        ConfigError: too few examples, or the folder was begun with another config or start.
         ModelError: peft is not installed, or the model has no linear layers that it knows.
         StoreError, DocumentError: see what is called.
     """
@@ -91,7 +91,7 @@ def train_reader(
     learner = make_learner(model, config, reader, start)
     on_disk = None if cache is None else KeptEntries(cache, model)
     sampler = Sampler.of(model, embedder, config, reader=learner.reader, kept=on_disk)
-    run = _Run(learner, sampler, config, folder, data)
+    run = _Run(learner, sampler, config, folder, data, None if start is None else start.digest)
     run.resume()
     return run.train(mixed(kept, config), held, max_seconds, on_progress or (lambda _: None))
 
@@ -106,9 +106,10 @@ class _Run:
         config: ReaderConfig,
         folder: Path,
         data: Sequence[str],
+        start: str | None,
     ) -> None:
         self.learner, self.sampler, self.config, self.folder = learner, sampler, config, folder
-        self.data = data
+        self.data, self.start = data, start
         self.weights = learner.weights
         self.optimiser = torch.optim.AdamW(
             self.weights, lr=config.learning_rate, weight_decay=config.weight_decay
@@ -164,9 +165,10 @@ class _Run:
             return
         state = torch.load(path, weights_only=True)
         begun = _plain(ReaderConfig()) | state["config"]  # an older version knew fewer settings
-        if begun != _plain(self.config):
+        if begun != _plain(self.config) or state.get("start") != self.start:
             raise ConfigError(
-                f"{self.folder} was begun with another config: give the same one, or another folder"
+                f"{self.folder} was begun with another config, or from another start: give the same "
+                "ones, or another folder"
             )
         for weight, value in zip(self.weights, state["weights"], strict=True):
             weight.data.copy_(value)
@@ -217,6 +219,7 @@ class _Run:
         self._log({"step": report.step, "held_out": round(nll, 5)})
         state = {
             "config": _plain(self.config),
+            "start": self.start,
             "weights": [weight.detach().cpu() for weight in self.weights],
             "optimiser": self.optimiser.state_dict(),
             "report": asdict(report),
@@ -228,7 +231,8 @@ class _Run:
 
     def _save(self) -> None:
         config, report = _plain(self.config), asdict(self.report)
-        self.learner.save(self.folder, {"config": config, "report": report})
+        start = {} if self.start is None else {"start": self.start}
+        self.learner.save(self.folder, {**start, "config": config, "report": report})
         card = model_card(self.learner.reader.name, config, report, self.data)
         write_text(self.folder / CARD_FILE, card)
 

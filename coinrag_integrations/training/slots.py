@@ -83,11 +83,11 @@ class SlotLearner:
         self.changes: dict[str, _Changed | _Copied] = {}
         for name, linear in projections(replace(model, hf=self.projecting)).items():
             parent, _, child = name.rpartition(".")
-            scale = config.alpha / config.rank
-            change = _Copied(linear) if config.copies else _Changed(linear, config.rank, scale)
+            change = (
+                _Copied(linear) if config.copies else _Changed(linear, config.rank, config.scale)
+            )
             setattr(self.projecting.get_submodule(parent), child, change)
             self.changes[name] = change
-        self.start: str | None = None
         self.shared = nn.Parameter(first_embedding(model, config.init))
         weights = (weight for it in self.changes.values() for weight in it.parameters())
         self.weights = [self.shared, *(weight for weight in weights if weight.requires_grad)]
@@ -99,23 +99,26 @@ class SlotLearner:
             ModelError: its weights are of another kind or rank, or it is another model's.
         """
         extractor.check(self.base)
-        scale = extractor.scale / (self.config.alpha / self.config.rank)
         theirs = dict(extractor.copies)
         for name, (a, b) in extractor.pairs.items():
-            theirs |= {f"{name}.a": a, f"{name}.b": b.float() * scale}
+            theirs |= {
+                f"{name}.a": a,
+                f"{name}.b": b.float() * (extractor.scale / self.config.scale),
+            }
         own = {
             f"{name}.{part}": weight
             for name, change in self.changes.items()
             for part, weight in change.named_parameters()
             if weight.requires_grad
         }
-        shapes = ({name: it.shape for name, it in some.items()} for some in (theirs, own))
-        if extractor.init != self.config.init or next(shapes) != next(shapes):
+        fits = {name: it.shape for name, it in theirs.items()} == {
+            name: it.shape for name, it in own.items()
+        }
+        if extractor.init != self.config.init or not fits:
             raise ModelError(
                 "the extractor to start from has another init, another rank, or copies where this one "
                 "has none: train as it was trained, or start without it"
             )
-        self.start = extractor.digest
         with torch.no_grad():
             self.shared.copy_(extractor.shared)
             for name, weight in own.items():
@@ -161,7 +164,7 @@ class SlotLearner:
             base=base_of(self.base),
             init=self.config.init,
             shared=self.shared,
-            scale=self.config.alpha / self.config.rank,
+            scale=self.config.scale,
             pairs={
                 name: (it.a.to(dtype), it.b.to(dtype))
                 for name, it in changes
@@ -177,9 +180,7 @@ class SlotLearner:
             overlap=self.config.overlap,
             digest="",
         )
-        save_extractor(
-            folder, extractor, {"adapter": self.reader.adapter, "start": self.start, **noted}
-        )
+        save_extractor(folder, extractor, {"adapter": self.reader.adapter, **noted})
 
     def composed(self, slots: Slots) -> torch.Tensor:
         """Head and slots as they are served, in the graph: [L, 2, 1, H, N, D]."""

@@ -227,7 +227,12 @@ def test_a_training_starts_where_another_one_ended(
     other = replace(config, alpha=4 * config.alpha, n_examples=8)
     second = train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "b", other, start=done)
     assert json.loads((tmp_path / "b" / CONFIG_FILE).read_text())["start"] == done.digest
+    assert first.held_out[first.best_step] < first.held_out[0]
     assert second.held_out[0] == pytest.approx(first.held_out[first.best_step], abs=1e-4)
+    again = train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "b", other, start=done)
+    assert again.step == second.step
+    with pytest.raises(ConfigError, match="from another start"):
+        train_reader(model, EXAMPLES, HashEmbedder(), tmp_path / "b", other)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,14 @@ if os.environ.get("CI"):
 torch.set_num_threads(1)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a test starts heeds SIGINT: a shell has its background jobs, and all below them, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -268,6 +268,7 @@ def test_an_unknown_mode_and_an_empty_question_are_refused(
     assert long.value["error"]["type"] == "BudgetError"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_build_continues_where_it_was(tiny: Path, tmp_path: Path) -> None:
     docs, store = tmp_path / "docs", tmp_path / "store"
     docs.mkdir()

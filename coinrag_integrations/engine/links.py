@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 from torch import nn
 from transformers import PreTrainedModel
 
 from coinrag_integrations.engine import packed
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.errors import ModelError
-from coinrag_integrations.files import write_text
+from coinrag_integrations.files import write_tensors, write_text
 
 CONFIG_FILE, WEIGHTS_FILE = "coinrag_links.json", "links.safetensors"
 _NAME = "links"
@@ -90,7 +90,8 @@ def save_links(
     folder: Path, links: torch.Tensor, model: LoadedModel, noted: dict[str, Any]
 ) -> None:
     """Write links [n, hidden], and that they belong to a model; `noted` goes beside them."""
-    save_file({_NAME: links.detach().float().cpu().contiguous()}, folder / WEIGHTS_FILE)
+    tensor = links.detach().float().cpu().contiguous()
+    write_tensors(folder / WEIGHTS_FILE, {_NAME: tensor})
     owner = {"weights": model.weights, "dtype": str(model.layout.dtype), "adapter": model.adapter}
     write_text(folder / CONFIG_FILE, json.dumps({**owner, **noted}, indent=1) + "\n")
 

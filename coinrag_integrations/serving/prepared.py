@@ -26,7 +26,7 @@ from coinrag_integrations.engine.layout import KVLayout
 from coinrag_integrations.engine.rope import RopeTable, Rotary
 from coinrag_integrations.engine.store import KVStore, scope_folder
 from coinrag_integrations.errors import StoreError
-from coinrag_integrations.files import write_text
+from coinrag_integrations.files import share_all, write_text
 from coinrag_integrations.types import ChunkId, Scope, Span, SpanRef
 
 FOLDER, NOTE = "serving", "prepared.json"
@@ -170,6 +170,7 @@ def save_reader(engine: Engine, folder: Path) -> None:
     """
     try:
         engine.reader.hf.save_pretrained(folder)
+        share_all(folder)
         engine.reader.tokenizer.hf.save_pretrained(folder)
     except OSError as error:
         raise StoreError(f"cannot save the model in {folder}: {error}") from error

@@ -18,7 +18,7 @@ from coinrag_integrations.engine.adapter import BASE_FILE, WEIGHTS_FILE
 from coinrag_integrations.engine.c2kv import Extractor
 from coinrag_integrations.engine.links import line_breaks, save_links, with_links
 from coinrag_integrations.errors import ConfigError, ModelError
-from coinrag_integrations.files import write_text
+from coinrag_integrations.files import share_all, write_tensors, write_text
 from coinrag_integrations.training.batches import composed, losses
 from coinrag_integrations.training.config import ReaderConfig
 from coinrag_integrations.training.samples import Sample, Slots, Source
@@ -108,13 +108,13 @@ class _Lora:
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The adapter as peft writes it, in the model's dtype, and what it belongs to."""
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import load_file
 
         self.peft.peft_config["default"].base_model_name_or_path = self.reader.name
         self.peft.save_pretrained(folder)
         path = folder / WEIGHTS_FILE
         dtype = self.reader.layout.dtype
-        save_file({k: v.to(dtype) for k, v in load_file(path).items()}, path)
+        write_tensors(path, {k: v.to(dtype) for k, v in load_file(path).items()})
         owner = {"weights": self.reader.weights, "dtype": str(dtype)}
         write_text(folder / BASE_FILE, json.dumps({**owner, **noted}, indent=1) + "\n")
 
@@ -145,6 +145,7 @@ class _Full:
         model = copy.deepcopy(self.base.hf)
         model.load_state_dict(self.reader.hf.state_dict())
         model.save_pretrained(folder)
+        share_all(folder)
         self.base.tokenizer.hf.save_pretrained(folder)
         owner = {"base": self.base.weights, "dtype": str(self.base.layout.dtype)}
         write_text(folder / RECORD_FILE, json.dumps({**owner, **noted}, indent=1) + "\n")

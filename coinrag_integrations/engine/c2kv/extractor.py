@@ -14,13 +14,13 @@ from typing import Any, Literal, get_args
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 from torch import nn
 
 from coinrag_integrations.engine.adapter import Adapter, with_adapter, with_weights
 from coinrag_integrations.engine.model import LoadedModel
 from coinrag_integrations.errors import ConfigError, ModelError, UnsupportedModelError
-from coinrag_integrations.files import write_text
+from coinrag_integrations.files import write_tensors, write_text
 
 CONFIG_FILE, WEIGHTS_FILE = "coinrag_c2kv.json", "c2kv.safetensors"
 # What a slot's input embedding is, beside the shared vector: that of its block's last token, nothing (the
@@ -215,7 +215,7 @@ def save_extractor(folder: Path, extractor: Extractor, noted: Mapping[str, Any])
         "ratios": list(extractor.ratios),
         "overlap": extractor.overlap,
     }
-    save_file(tensors, folder / WEIGHTS_FILE)
+    write_tensors(folder / WEIGHTS_FILE, tensors)
     write_text(folder / CONFIG_FILE, json.dumps({**owner, **noted}, indent=1) + "\n")
 
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from coinrag_integrations.engine.fingerprint import FORMAT_VERSION
 from coinrag_integrations.engine.store.codec import Codec, Memory, memory_of
 from coinrag_integrations.errors import ChunkNotFoundError, CorruptChunkError
-from coinrag_integrations.files import publish
+from coinrag_integrations.files import publish, share
 from coinrag_integrations.types import ChunkId, Span
 
 # A header of ours has one or two kilobytes; with the checksums of 512 entries, this holds it all.
@@ -130,8 +130,7 @@ def write_chunk(path: Path, chunk_id: ChunkId, chunk: PackedChunk, fingerprint: 
     try:
         save_file(tensors, temporary, metadata={"coinrag": meta, "check": _check(meta)})
         _order_metadata(temporary)
-        # safetensors lets nobody else read it: as in its folder, others may serve what we build.
-        temporary.chmod(path.parent.stat().st_mode & 0o666)
+        share(temporary)
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

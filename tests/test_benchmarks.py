@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from tests.tiny import save_tiny
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -89,3 +94,36 @@ def test_hit_rates_are_those_of_a_cache_that_is_simulated(monkeypatch):
     assert abs(simulate["hit_rate"](n, skew, kept) - hits / 40_000) < 0.01
     assert simulate["hit_rate"](n, skew, n) == 1.0
     assert simulate["hit_rate"](n, skew, 0) == 0.0
+
+
+def test_what_slots_lose_is_told_by_place_and_objective(monkeypatch, capsys, tmp_path):
+    data = tmp_path / "questions.jsonl"
+    with data.open("w") as file:
+        for i in range(6):
+            passage = {"title": f"Buoy {i}", "text": f"Buoy {i} lies off Cape {i} in the north."}
+            row = {"id": str(i), "question": f"Where is buoy {i}?", "answers": [f"off Cape {i}"]}
+            file.write(json.dumps({**row, "passages": [passage]}) + "\n")
+    model = str(save_tiny(tmp_path / "model"))
+    options = ("--model", model, "--adapter", "", "--examples", "4", "--gradients", "3")
+    report = run(monkeypatch, capsys, "slot_signal.py", str(data), *options)
+    places = report["places"]
+    assert set(places) == {"first", "between", "end"}
+    assert all(row["slots"] > 0 and row["distance"] >= 0 for row in places.values())
+    signal = report["signal"]
+    for a in signal:
+        assert all(abs(signal[a][b] - signal[b][a]) < 1e-4 for b in signal)
+        assert -0.5 <= signal[a][a] <= 1.0  # of three examples it cannot be less
+
+
+def test_the_share_of_gradients_that_is_no_noise():
+    signal = runpy.run_path(str(BENCHMARKS / "slot_signal.py"))["signal"]
+    same = torch.tensor([[2.0, 0.0, 0.0], [5.0, 0.0, 0.0]])
+    other = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    half = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    names = ("ce", "kl", "kl_question", "reconstruction")
+    found = signal(dict(zip(names, (same, other, half, -same), strict=True)))
+    assert found["ce"]["ce"] == pytest.approx(1.0)
+    assert found["kl"]["kl"] == found["ce"]["kl"] == 0.0
+    assert found["kl_question"]["kl_question"] == pytest.approx(0.5)
+    assert found["ce"]["kl_question"] == pytest.approx(0.5**0.5)
+    assert found["ce"]["reconstruction"] == pytest.approx(-1.0)

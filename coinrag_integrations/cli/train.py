@@ -161,6 +161,7 @@ def c2kv(
     ratios: Annotated[
         str, typer.Option(help="Tokens that a slot stands for; several with commas: 4,8.")
     ] = "4",
+    ce: Annotated[float, typer.Option(min=0, help="Weight of the answer's cross-entropy.")] = 1.0,
     kl: Annotated[
         float, typer.Option(min=0, help="Weight of what the reader says behind whole chunks.")
     ] = 1.0,
@@ -205,6 +206,7 @@ def c2kv(
     recipe = ReaderConfig.slot_recipe(parse_ratios("--ratios", ratios), n_examples, copies=copies)
     config = replace(
         recipe,
+        ce=ce,
         kl=kl,
         kl_question=kl_question,
         reconstruction=reconstruction,

@@ -28,10 +28,10 @@ class ReaderConfig:
     tokens behind each chunk, and nothing else. "c2kv": the extractor of slots (see `engine.c2kv`), for a
     model and a reader that stay as they are: slots begin as `init` says, and see `overlap` tokens before
     their blocks; a sample has a random number of chunks, and one of `ratios`. What changes is of `rank`,
-    or with `copies` whole projections, as in the paper. Beside the answer's likelihood it is taught what
-    the reader says behind the same chunks uncompressed, with weight `kl` at the answer, and
-    `kl_question` at the question; and to have a chunk
-    said again behind its slots, with weight `reconstruction`.
+    or with `copies` whole projections, as in the paper. It is taught the answer's likelihood, with weight
+    `ce`; what the reader says behind the same chunks uncompressed, with weight `kl` at the answer, and
+    `kl_question` at the question; and to have a chunk said again behind its slots, with weight
+    `reconstruction`.
 
     `context` "spans" composes KV of nuggets, "chunks" KV of whole chunks, "text" prefills the tokens of
     "spans", through what is trained: the twin to compare with. `n_passages` of an example's are
@@ -59,6 +59,7 @@ class ReaderConfig:
     ratios: tuple[int, ...] = (4,)
     overlap: int = 0
     copies: bool = False
+    ce: float = 1.0
     kl: float = 1.0
     kl_question: float = 2.0
     reconstruction: float = 0.0
@@ -135,13 +136,16 @@ class ReaderConfig:
             raise ConfigError("link tokens stand behind whole chunks: use context='chunks'")
         if self.kind == "c2kv" and (self.context != "chunks" or not self.ratios):
             raise ConfigError("slots stand for whole chunks: use context='chunks', and some ratios")
-        names = ["kl", "kl_question", "reconstruction", "overlap"]
+        names = ["ce", "kl", "kl_question", "reconstruction"]
+        if not any(getattr(self, it) for it in names):
+            raise ConfigError(f"nothing is taught: give one of {', '.join(names)} a weight")
+        names.append("overlap")
         if wrong := [f"{it}={getattr(self, it)}" for it in names if getattr(self, it) < 0]:
             raise ConfigError(f"{', '.join(wrong)} must be at least 0")
         if any(ratio < 1 for ratio in self.ratios):
             raise ConfigError(f"ratios {self.ratios} must be at least 1")
-        if (self.copies or self.reconstruction) and self.kind != "c2kv":
-            raise ConfigError("copies and reconstruction are of slots: use kind='c2kv'")
+        if (self.copies or self.reconstruction or self.ce != 1) and self.kind != "c2kv":
+            raise ConfigError("copies, reconstruction and ce are of slots: use kind='c2kv'")
         if self.through_cache and (self.kind != "full" or self.context == "text"):
             raise ConfigError("through_cache needs kind='full', and a context that is composed")
         names = ["n_chunks", "n_nuggets", "n_passages", "rank", "alpha", "n_links"]

@@ -130,32 +130,45 @@ class SlotLearner:
         return losses(self.reader.hf, samples, kvs, self.base.layer_windows)
 
     def objective(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """The losses, how far the reader is from what it says behind whole chunks, and `reconstruction`.
+        """The `terms`, each with its weight."""
+        weighted = [getattr(self.config, name) * it for name, it in self.terms(samples).items()]
+        return torch.stack(weighted).sum(0)
 
-        It reads the question too: an answer has a few tokens, and what follows in a question tells as well
-        what stands in the chunks.
+    def terms(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """What is taught with a weight that is not 0, by the weight's name: fp32 [B] each.
+
+        "ce": the answer's cross-entropy; "kl", "kl_question": how far the reader is from what it says
+        behind whole chunks, at the answer's tokens and at the question's; "reconstruction": see there.
         """
         config, windows = self.config, self.base.layer_windows
         kvs, asked = [self.composed(it) for it in _slots(samples)], config.kl_question > 0
+        found: dict[str, torch.Tensor] = {}
+        if config.reconstruction:
+            found["reconstruction"] = reconstruction(self.reader.hf, samples, kvs, windows)
+        if not config.ce and not config.kl and not asked:
+            return found
         logits, answers, questions = online_logits(
             self.reader.hf, samples, kvs, windows, with_questions=asked
         )
-        loss = nats(logits, answers)
-        if config.reconstruction:
-            again = reconstruction(self.reader.hf, samples, kvs, windows)
-            loss = loss + config.reconstruction * again
-        if config.kl == config.kl_question == 0:
-            return loss
-        with torch.no_grad():
-            wholes = [self.whole(slots) for slots in _slots(samples)]
-            unpacked = [_behind(s, kv.shape[4]) for s, kv in zip(samples, wholes, strict=True)]
-            teacher, *_ = online_logits(
-                self.reader.hf, unpacked, wholes, windows, with_questions=asked
-            )
-        for weight, where in ((config.kl, answers), (config.kl_question, questions)):
-            if weight:
-                loss = loss + weight * divergences(logits, teacher, where)
-        return loss
+        if config.ce:
+            found["ce"] = nats(logits, answers)
+        if not config.kl and not asked:
+            return found
+        teacher = self.teacher(samples, with_questions=asked)
+        for name, where in (("kl", answers), ("kl_question", questions)):
+            if getattr(config, name):
+                found[name] = divergences(logits, teacher, where)
+        return found
+
+    @torch.no_grad()
+    def teacher(self, samples: Sequence[Sample], *, with_questions: bool = False) -> torch.Tensor:
+        """What the reader says behind the same chunks whole: logits as of `online_logits`."""
+        wholes = [self.whole(slots) for slots in _slots(samples)]
+        unpacked = [_behind(s, kv.shape[4]) for s, kv in zip(samples, wholes, strict=True)]
+        windows = self.base.layer_windows
+        return online_logits(
+            self.reader.hf, unpacked, wholes, windows, with_questions=with_questions
+        )[0]
 
     def save(self, folder: Path, noted: Mapping[str, Any]) -> None:
         """The extractor in the model's dtype, and what it belongs to."""

@@ -165,6 +165,28 @@ def test_the_objective_is_the_loss_and_the_distance_from_the_teacher(model: Load
     torch.testing.assert_close(one, alone, rtol=1e-4, atol=1e-4)
 
 
+def test_an_objective_without_weight_is_not_computed_and_the_others_are_as_they_were(
+    model: LoadedModel,
+):
+    """Any of them may be the only one."""
+    every = replace(SLOTS, ce=0.5, kl=1.0, kl_question=2.0, reconstruction=3.0)
+    samples = [sample_of(Sampler.of(model, HashEmbedder(), SLOTS), i) for i in (3, 7)]
+    weights = ("ce", "kl", "kl_question", "reconstruction")
+    with torch.no_grad():
+        terms = SlotLearner(model, every, model).terms(samples)
+        assert set(terms) == set(weights)
+        total = sum(getattr(every, name) * terms[name] for name in weights)
+        whole = SlotLearner(model, every, model).objective(samples)
+        torch.testing.assert_close(whole, total, rtol=1e-5, atol=1e-5)
+        for name in weights:
+            config = replace(every, **{**dict.fromkeys(weights, 0.0), name: 1.0})
+            learner = SlotLearner(model, config, model)
+            assert set(learner.terms(samples)) == {name}
+            torch.testing.assert_close(
+                learner.objective(samples), terms[name], rtol=1e-4, atol=1e-4
+            )
+
+
 def test_a_bf16_model_is_trained_and_read_by_its_reader(tmp_path: Path):
     model, reader = (tiny_model(dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     reader = replace(reader, adapter="of a test")
@@ -181,7 +203,11 @@ def test_slots_need_whole_chunks_and_ratios():
     for wrong in ({"context": "spans"}, {"ratios": ()}, {"ratios": (0,)}):
         with pytest.raises(ConfigError):
             replace(SLOTS, **wrong)
-    for name in ("kl", "kl_question", "reconstruction", "overlap"):
+    with pytest.raises(ConfigError, match="nothing is taught"):
+        replace(SLOTS, ce=0.0, kl=0.0, kl_question=0.0)
+    with pytest.raises(ConfigError, match="ce are of slots"):
+        ReaderConfig(ce=0.5)
+    for name in ("ce", "kl", "kl_question", "reconstruction", "overlap"):
         with pytest.raises(ConfigError, match=f"{name}=-1.0"):
             replace(SLOTS, **{name: -1.0})
     with pytest.raises(ConfigError, match="init is 'first'"):

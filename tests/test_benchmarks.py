@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiny import save_tiny
+from coinrag_integrations.training import Sampler
+from coinrag_integrations.training.batches import nats
+from coinrag_integrations.training.slots import SlotLearner
+from tests.tiny import HashEmbedder, save_tiny, tiny_model
+from tests.training.test_c2kv import SLOTS, sample_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -113,6 +118,24 @@ def test_what_slots_lose_is_told_by_place_and_objective(monkeypatch, capsys, tmp
     for a in signal:
         assert all(abs(signal[a][b] - signal[b][a]) < 1e-4 for b in signal)
         assert -0.5 <= signal[a][a] <= 1.0  # of three examples it cannot be less
+
+
+def test_places_in_answers_add_up_to_what_training_checks():
+    """Behind slots, behind whole chunks, and the distance between the two."""
+    by_place = runpy.run_path(str(BENCHMARKS / "slot_signal.py"))["by_place"]
+    model = tiny_model()
+    learner = SlotLearner(model, replace(SLOTS, kl=1.0), model)
+    samples = [sample_of(Sampler.of(model, HashEmbedder(), SLOTS), i) for i in (3, 7, 21)]
+    places = by_place(learner, iter(samples))
+    assert sum(row["tokens"] for row in places.values()) == sum(it.n_answer for it in samples)
+    with torch.no_grad():
+        expected = learner.terms(samples)
+        whole = torch.cat(
+            [nats(learner.teacher([it]), torch.tensor([it.ids[-it.n_answer :]])) for it in samples]
+        )
+    for name, each in (("slots", expected["ce"]), ("distance", expected["kl"]), ("whole", whole)):
+        total = sum(row[name] for row in places.values())
+        assert total == pytest.approx(float(each.mean()), rel=1e-4, abs=1e-5)
 
 
 def test_the_share_of_gradients_that_is_no_noise():

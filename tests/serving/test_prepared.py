@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from coinrag_integrations.engine.encoder import encode
 from coinrag_integrations.errors import CorruptChunkError, StoreError
-from coinrag_integrations.serving.prepared import FOLDER, NOTE, Prepared, head_id, prepare
+from coinrag_integrations.serving.prepared import (
+    FOLDER,
+    NOTE,
+    Prepared,
+    head_id,
+    prepare,
+    save_reader,
+)
 from coinrag_integrations.types import Scope
 from tests.tiny import SUPPORTED, supported_model
 
@@ -99,3 +108,12 @@ def test_heads_are_stored_as_they_are_where_chunks_are_codes(model, tmp_path):
         assert prepared.heads.fingerprint == replace(engine.fingerprint, codec="none")
         head = engine.prompt.head
         assert torch.equal(prepared.head(head), encode(model, [head])[0])
+
+
+def test_a_saved_model_is_read_by_those_who_may_read_its_folder(served, tmp_path: Path):
+    """A server runs under another account than who prepares it."""
+    tmp_path.chmod(0o755)
+    save_reader(served.engine, tmp_path)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert files
+    assert all(stat.S_IMODE(it.stat().st_mode) == 0o644 for it in files)
